@@ -123,6 +123,20 @@ def test_search_in_turns_and_names(file):
     assert snippet == "…" + "ß" * 24 + "İ The Needle" + "ß" * 54
 
 
+def test_the_latest_of_a_title_among_many_with_its_words(file):
+    h = History(file)
+    for c in (
+        talk("my talk", id="first"),
+        talk("x", name="My Talk", id="named"),
+        talk("my talk of cats"),
+        talk("x", "my talk"),
+    ):
+        h.save(c)
+    assert h.titled("my talk") == "named" and h.titled("talk") == h.titled("") == ""
+    h.rename("named", "another")
+    assert h.titled("MY TALK") == "first"
+
+
 def test_rename_survives_the_saves_that_follow(file):
     h = History(file)
     c = talk("a")

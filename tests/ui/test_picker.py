@@ -117,8 +117,10 @@ async def test_what_a_row_says(gguf, size):
 
 def test_rows_and_verdicts_of_every_model():
     for row in picker_rows.rows((), 4096, 0, {}, {}):
-        for width in (40, 74, 110):
-            assert row.model.name[:4] in str(picker_rows.line(row, width))
+        for width in (24, 40, 61, 74, 110):
+            for shown in (row, replace(row, path=None, partial=1)):
+                line = picker_rows.line(shown, width)
+                assert row.model.name[:4] in str(line) and line.cell_length <= width
     kv = resolve("llama3.1:8b").kv_bytes(1)
     model = resolve("llama3.1:8b")
     need = model.size + 8192 * kv + (300 << 20)
@@ -356,10 +358,14 @@ async def test_a_hostile_name_is_shown_and_not_obeyed(gguf):
 async def test_it_survives_every_size():
     app = app_with()
     async with app.run_test(size=(140, 40)) as pilot:
-        for size in ((30, 8), (80, 24), (200, 60), (20, 5)):
+        for size in ((30, 8), (80, 24), (200, 60), (40, 10), (20, 5)):
             await pilot.resize_terminal(*size)
             await pilot.pause()
             await pilot.press("down")
+            if size > (20, 5):  # the chosen row can be seen whole, on one line, and what the keys do
+                await until(pilot, lambda: app.screen._row.model.name[:6] in text_of(app))
+                assert {o.prompt.plain.count("\n") for o in app.screen.query_one(Rows).options} == {0}
+                assert "enter" in text_of(app)
         assert isinstance(app.screen._row, Row)
 
 

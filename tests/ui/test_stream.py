@@ -16,7 +16,7 @@ from tests.support.scripted import INFO, Script, scripted
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat.markdown import MarkdownView
-from tinychat.ui.chat.markdown.blocks import PARSER, Block, Splitter, in_open_fence
+from tinychat.ui.chat.markdown.blocks import PARSER, ROWS, STRUCTURE, Block, Splitter, in_open_fence
 from tinychat.ui.chat.markdown.layout import lay_out
 
 DOCUMENT = """# Title
@@ -127,9 +127,15 @@ def test_most_blocks_are_done_while_it_streams():
     assert len(splitter.done) >= 15 and len(splitter.tail) < 40
 
 
+def parsed_lengths(monkeypatch, parser):
+    """A list that grows with the length of each text that is parsed."""
+    lengths = []
+    monkeypatch.setattr(parser, "parse", lambda *args, parse=parser.parse: lengths.append(len(args[0])) or parse(*args))
+    return lengths
+
+
 def test_a_block_that_never_ends_is_looked_through_less_and_less_often(monkeypatch):
-    parsed = []
-    monkeypatch.setattr(PARSER, "parse", lambda text, *env, parse=PARSER.parse: parsed.append(len(text)) or parse(text))
+    parsed = parsed_lengths(monkeypatch, STRUCTURE)
     splitter = Splitter()
     for _ in range(2000):
         splitter.feed("a line of 20 letters\n")
@@ -200,6 +206,31 @@ def test_nothing_is_wider_than_the_screen(width):
     for block in whole.done:
         for line in lay_out(block.nodes, width):
             assert line.content.cell_length <= width, line
+
+
+@pytest.mark.parametrize("width", [20, 80])
+def test_of_a_long_table_only_the_last_rows_are_read_and_laid_out_again(monkeypatch, width):
+    rows = [f"| {i} | {'long ' * (i % 7)}`row` | {'wide' * (i == 150)} |\n" for i in range(160)]
+    text = f"Before\n\n| n | name | more |\n|--:|---|:-:|\n{''.join(rows)}\nafter it\n"
+    view = MarkdownView()
+    view._laid_width = width
+    parsed = parsed_lengths(monkeypatch, PARSER)
+    for i in range(0, len(text), 100):
+        parsed.clear()
+        view._splitter.feed(text[i : i + 100])
+        view._lay(width)
+        assert max(parsed) < 2 * ROWS
+        if i % 900 == 0 and i + 100 < len(text):
+            table = lay_out(Block(view.source.removeprefix("Before\n\n")).nodes, width)
+            assert view._lines[-len(table) :] == table, "parts have the columns of the whole table"
+    parsed.clear()
+    done = len(view._splitter.done)
+    assert done > 5 and view._splitter.finish() == done + 1 and max(parsed) < 2 * ROWS
+    view._lay(width)
+    monkeypatch.setattr("tinychat.ui.chat.markdown.blocks.ROWS", len(text))
+    at_once = MarkdownView(text)
+    at_once._lay(width)
+    assert view.source == text and view._lines == at_once._lines
 
 
 def test_a_table_of_more_columns_than_the_screen_loses_none():

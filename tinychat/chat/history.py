@@ -46,7 +46,9 @@ _PREVIEW = (
     "WHERE conversation = c.id AND n >= 0 AND folded <> '' ORDER BY n DESC LIMIT 1)"
 )
 _MARKS = re.compile(r"^\s*(#+|[-*>|])\s|\*\*|`+", re.M)  # of Markdown, in a preview
+_TITLE = "CASE WHEN c.name = '' THEN c.title ELSE c.name END"
 _PROMPTS = 1000  # kept
+LISTED = 500  # conversations in a list; a search finds the others
 _OPENING = 5.0  # seconds to wait for another process when the file is opened
 _BUSY = 0.04  # seconds to wait for it later; the screen's thread is blocked meanwhile
 
@@ -152,12 +154,12 @@ class History:
             self._saved, self._revisions[id] = (conversation, row[2]), row[2]
         return conversation
 
-    def find(self, search: str = "", limit: int = 500, project: str = "") -> list[Summary]:
+    def find(self, search: str = "", limit: int = LISTED, project: str = "") -> list[Summary]:
         """The conversations, latest change first, of one `project` or ("") all; with `search`, those where one turn,
         or the name and the project together, has all its words."""
         words = encodable(search.casefold()).split()
         query = (
-            "SELECT c.id, CASE WHEN name = '' THEN title ELSE name END, model, "
+            f"SELECT c.id, {_TITLE}, model, "
             "(SELECT count(*) FROM turns WHERE conversation = c.id AND n >= 0), "
             f"created, updated, {_PROJECT}, {_PREVIEW}, {{}} FROM conversations c WHERE ? IN ('', {_PROJECT}) {{}} "
             "ORDER BY updated DESC LIMIT ?"
@@ -174,6 +176,13 @@ class History:
                 query.format(hit, f"AND (id IN ({inside}) OR {named})"), (*words, project, *words * 2, limit)
             ).fetchall()
         return [_summary(row, _snippet(row[-1], words)) for row in rows]
+
+    def titled(self, title: str) -> str:
+        """The id of the latest conversation of that title, in whichever case; "" where there is none."""
+        query = f"SELECT c.id FROM conversations c WHERE fold({_TITLE}) = ? ORDER BY updated DESC LIMIT 1"
+        with self._transaction("DEFERRED") as db:
+            row = db.execute(query, (encodable(title.casefold()),)).fetchone()
+        return row[0] if row else ""
 
     def ids(self) -> set[str]:
         """Of all conversations."""

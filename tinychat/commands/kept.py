@@ -22,9 +22,8 @@ class KeptConversation:
         if not name:
             raise TinychatError("--conversation needs a name")
         self._history = History()
-        found = next((s for s in self._history.find(name) if s.title.casefold() == name.casefold()), None)
-        fresh = Conversation(name=name, parameters=parameters)
-        self.conversation = fresh if found is None else self._history.load(found.id)
+        found = self._history.titled(name)
+        self.conversation = self._history.load(found) if found else Conversation(name=name, parameters=parameters)
 
     def save(self, conversation: Conversation) -> None:
         """Stores what became of it, if anything was answered; without a schema that was given for this answer. Where

@@ -1,4 +1,5 @@
-"""Which launches of a graph run beside each other, and which of a prompt's steps are taken."""
+"""Which launches of a graph run beside each other, which layers share their launches, and which of a prompt's steps are
+taken."""
 
 from itertools import combinations
 from pathlib import Path
@@ -14,6 +15,7 @@ from tinychat.kernels.cuda.executor import Prompts
 from tinychat.kernels.cuda.launch import Launch, edges, place
 from tinychat.kernels.cuda.layout import Layout
 from tinychat.kernels.cuda.prefill import Chip, Prefill
+from tinychat.kernels.cuda.step import decode
 
 
 def touched(launch: Launch) -> tuple[set[str], set[str]]:
@@ -37,6 +39,38 @@ def test_nothing_touches_what_a_launch_beside_it_writes(variant: str, tmp_path: 
     for i, j in beside:
         (wrote, used), (writes, uses) = touched(launches[i]), touched(launches[j])
         assert not wrote & uses and not writes & used, (launches[i].name, launches[j].name)
+
+
+def described(launches: list[Launch]) -> list[tuple[object, ...]]:
+    """What a launch runs: its source, and everything that does not stand there."""
+    return [(x.source(), x.args, x.grid_of(5, 9), x.shared, x.bytes, x.kind, x.aside, x.joins) for x in launches]
+
+
+@pytest.mark.parametrize(
+    ("variant", "alike"),
+    [
+        ("deepseek2_27_layers", 25),  # one has a dense feed-forward
+        ("glm4moe", 1),
+        ("gpt-oss", 1),  # windows and none in turn
+        ("qwen35_states", 1),
+        ("gemma3", 5),
+        ("gemma4_layer_embeddings", 0),  # its kernels know the number of their layer
+    ],
+)
+def test_launches_made_once_for_layers_that_are_alike_are_those_of_each(
+    variant: str, alike: int, tmp_path: Path
+) -> None:
+    gguf = GGUF.open(tiny.write(tmp_path / "m.gguf", variant, "Q4_0"))
+    plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
+    once, each = (Builder(plan, Layout(plan, {n: t.nbytes for n, t in gguf.tensors.items()}), 64) for _ in range(2))
+    assert sum(i != first for i, first in enumerate(once._first)) == alike
+    each._first = list(range(len(plan.layers)))
+    made = []
+    for b in (once, each):
+        steps = [decode(b), decode(b.of(4))]
+        launches = [[launch for launch, _ in step] for step in steps] + [Prefill(b, 64, Chip(True, 227 << 10)).layers()]
+        made.append(([[op for _, op in step] for step in steps], [described(x) for x in launches], b.buffers))
+    assert made[0] == made[1]
 
 
 def test_the_narrowest_kind_of_prompt_step_that_fits_is_taken() -> None:

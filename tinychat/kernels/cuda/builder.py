@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import blocks
-from tinychat.kernels.blocks import Weight
-from tinychat.kernels.cuda.constants import (
-    NO_MATRIX,
-    Matrix,
-)
+from tinychat.kernels.blocks import MLA, Experts, Layer, Weight
+from tinychat.kernels.cuda.alike import first_alike
+from tinychat.kernels.cuda.constants import NO_MATRIX, Matrix
 from tinychat.kernels.cuda.launch import Launch
-from tinychat.kernels.cuda.layout import Layout, Placed
+from tinychat.kernels.cuda.layout import Layout, Placed, keys_of
 from tinychat.kernels.cuda.quants import FLOATS
 from tinychat.kernels.cuda.spread import QUANTISED_ROWS
 from tinychat.kernels.cuda.state import STATE_BYTES
-from tinychat.kernels.ops import Plan
+from tinychat.kernels.ops import Plan, weights_of
 
 SLOTS = 5  # of what a layer carries from token to token: steps enqueued ahead, and drafts, can be for nothing
 ROUTE_SLOTS = 32  # tokens whose experts are kept; more than steps are enqueued ahead and drafts verified
@@ -49,6 +47,8 @@ class Builder:
         self.buffers: dict[str, int] = {"state": STATE_BYTES, "history": 4 * (max_context + 1), "ring": 8 * RING}
         self.ropes: dict[blocks.Rope, str] = {}
         self.columns, self.room = 1, 0  # tokens of a decode step; dynamic shared memory for their activations
+        self._first, self._one_of_each = first_alike(plan, layout), False
+        self._renamed = dict[int, Mapping[str, str]]()
 
     def of(self, columns: int, room: int = MAX_DYNAMIC) -> Builder:
         """For a decode step of so many tokens, over the same buffers, which grow to that many rows. `room`: bytes of
@@ -56,6 +56,37 @@ class Builder:
         other = copy.copy(self)
         other.columns, other.room = columns, room
         return other
+
+    def one_of_each(self) -> Builder:
+        """Over the same buffers, for one layer of each kind: what kernels there are, and how large their buffers."""
+        other = copy.copy(self)
+        other._one_of_each = True
+        return other
+
+    def layers(self) -> Iterator[tuple[int, Layer, int, Mapping[str, str]]]:
+        """The number of each layer, the layer, the first like it, and by what to replace the buffers of that one's
+        launches."""
+        for i, (layer, first) in enumerate(zip(self.plan.layers, self._first)):
+            if i == first:
+                yield i, layer, i, {}
+            elif not self._one_of_each:
+                if i not in self._renamed:
+                    self._renamed[i] = dict(zip(self._own(first), self._own(i)))
+                yield i, layer, first, self._renamed[i]
+
+    def _own(self, i: int) -> list[str]:
+        """The buffers of layer `i` alone."""
+        layer, cache = self.plan.layers[i], self.plan.caches[i]
+        a, keys = layer.attention, list[Weight]()
+        if isinstance(a, MLA):
+            keys = [keys_of(a.k_b)]
+        own = [self.weight(w).tensor.buffer for w in (*weights_of(layer), *keys)]
+        own += [self.cache(kind, i) for kind, width in (("k", cache.key_width), ("v", cache.value_width)) if width]
+        if self.plan.states[i]:
+            own.append(self.carried(i))
+        if isinstance(layer.feed_forward, Experts):
+            own.append(self.routes_of(i))
+        return own
 
     def buffer(self, name: str, nbytes: int) -> str:
         """Asks for a buffer of at least `nbytes`."""
@@ -102,13 +133,13 @@ class Builder:
     @property
     def routes(self) -> tuple[int, int]:
         """The layers with experts, and how many experts a token uses in each, at most."""
-        used = [b.router.top_k for layer in self.plan.layers if isinstance(b := layer.feed_forward, blocks.Experts)]
+        used = [b.router.top_k for layer in self.plan.layers if isinstance(b := layer.feed_forward, Experts)]
         return len(used), max(used, default=0)
 
     def routes_of(self, layer: int) -> str:
         """Where a layer leaves the experts of a token, for the host."""
         layers, used = self.routes
-        before = sum(isinstance(each.feed_forward, blocks.Experts) for each in self.plan.layers[:layer])
+        before = sum(isinstance(each.feed_forward, Experts) for each in self.plan.layers[:layer])
         return f"{self.buffer('routes', 4 * ROUTE_SLOTS * layers * used)}+{4 * before * used}"
 
     def carried(self, layer: int) -> str:

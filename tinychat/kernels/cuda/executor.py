@@ -7,6 +7,7 @@ ahead without waiting; sampled ids arrive through page-locked host memory.
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,6 @@ from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import CACHE_VALUE_BYTES, MLA, Cache
 from tinychat.kernels.cuda.builder import RING, RING_DRAFTS, ROUTE_SLOTS, SLOTS, Builder
 from tinychat.kernels.cuda.device import GPU, unusable
-from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.kept import KeptStates
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.launches import head
@@ -136,10 +136,12 @@ class CUDAExecutor(KeepsInPieces):
                 self._absorbed = prefill[sizes[0], max_context].absorbs
                 absorbing = [n for (n, _), p in prefill.items() if p.absorbs and max_context > FRESH]
                 prefill |= {(n, FRESH): Prefill(builder, n, chip, fresh=True) for n in absorbing}
-                prompts = [({n: p.layers() for n, p in prefill.items()}, plan.head)]
+                prompts = [({n: p.layers for n, p in prefill.items()}, plan.head)]
+                kernels_of = [p.one_of_each().layers() for p in prefill.values()]
                 self._verifying = verifying(builder, gpu, kinds)
                 if plan.mtp:
-                    prompts.append(({n: p.mtp() for n, p in prefill.items()}, plan.mtp.head))
+                    prompts.append(({n: p.mtp for n, p in prefill.items()}, plan.mtp.head))
+                    kernels_of += [p.mtp() for p in prefill.values()]
                     drafts = depths(builder, gpu.overlaps, [plan.mtp.layer])
                     self._drafting, self._cycles = drafting(builder, gpu, drafts), cycles(builder, gpu, kinds, drafts)
                 many = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip)
@@ -173,15 +175,18 @@ class CUDAExecutor(KeepsInPieces):
             for name in ZEROS:
                 if name in builder.buffers:
                     gpu.upload(name, np.zeros(builder.buffers[name], np.uint8))
-            kernels_of = [*launches.values(), *(rows for _, rows in heads)]
-            gpu.compile(chain.from_iterable([*kernels_of, *(step for steps, _ in prompts for step in steps.values())]))
+            gpu.compile(chain.from_iterable([*launches.values(), *(rows for _, rows in heads), *kernels_of]))
             self_check(gpu, sorted({t.kind for t in layout.tensors.values()}, key=int))
             for rope, name in builder.ropes.items():
                 gpu.upload(name, rope.table(max_context))
             graphs = {depth: gpu.graph(launches[depth]) for depth in steps}
             self._prompts = [
-                Prompts({n: self._prompt(*n, s) for n, s in made.items()}, gpu.sequence([last]), gpu.sequence(rows))
-                for (made, _), (last, rows) in zip(prompts, heads)
+                Prompts(
+                    {n: self._prompt(*n, make) for n, make in steps_of.items()},
+                    gpu.sequence([last]),
+                    gpu.sequence(rows),
+                )
+                for (steps_of, _), (last, rows) in zip(prompts, heads)
             ]
             assert upload, "since all of it fits"
             upload.wait(progress)
@@ -556,21 +561,16 @@ class CUDAExecutor(KeepsInPieces):
         self._enqueued = (following, pos + 1, sampling) if ahead else None
         return following, logprob
 
-    def _prompt(self, most: int, rows: int, launches: list[Launch]) -> Callable[[int, int], None]:
+    def _prompt(self, most: int, rows: int, make: Callable[[], list[Launch]]) -> Callable[[int, int], None]:
         """What runs prompts of up to `most` tokens and `rows` cache rows: graphs for the short ones, since a graph's
         kernels follow each other faster than launches. There is one for every GRAPH_TOKENS tokens, made when it is
-        first needed."""
+        first needed, by `make`."""
+        launches = functools.cache(make)
         if most > SIZES[-1]:
-            return self.gpu.sequence(launches)
-        graphs: dict[int, Graph] = {}
-
-        def run(count: int, keys: int) -> None:
-            size = min(-(-count // GRAPH_TOKENS) * GRAPH_TOKENS, most)
-            if size not in graphs:
-                graphs[size] = self.gpu.graph(launches, count=size, keys=rows)
-            graphs[size]()
-
-        return run
+            sequence = functools.cache(lambda: self.gpu.sequence(launches()))
+            return lambda count, keys: sequence()(count, keys)
+        graph = functools.cache(lambda size: self.gpu.graph(launches(), count=size, keys=rows))
+        return lambda count, keys: graph(min(-(-count // GRAPH_TOKENS) * GRAPH_TOKENS, most))()
 
     def _caches(self) -> list[tuple[str, int, Cache]]:
         """The buffers of the KV cache, with the bytes of a row."""

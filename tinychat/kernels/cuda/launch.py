@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -107,6 +107,13 @@ class Launch:
     def grid_of(self, count: int, keys: int) -> tuple[int, int, int]:
         """The grid for `count` tokens, behind which the cache holds `keys` rows."""
         return self.sized(count, keys) if self.sized else self.grid
+
+    def over(self, others: Mapping[str, str]) -> Launch:
+        """The launch with `others` in place of some of its buffers."""
+        if not others:
+            return self
+        args = tuple([(c_type, name, others.get(buffer, buffer)) for c_type, name, buffer in self.args])
+        return replace(self, args=args, before=tuple([launch.over(others) for launch in self.before]))
 
     @property
     def buffers(self) -> tuple[str, ...]:

@@ -98,6 +98,10 @@ class Prefill:
     def __init__(self, builder: Builder, tokens: int, chip: Chip, *, fresh: bool = False) -> None:
         self.b, self.tokens, self.chip, self.fresh = builder, tokens, chip, fresh
 
+    def one_of_each(self) -> Prefill:
+        """As Builder.one_of_each."""
+        return Prefill(self.b.one_of_each(), self.tokens, self.chip, fresh=self.fresh)
+
     @property
     def in_graph(self) -> bool:
         """Whether these launches are so short that they go into graphs, whose grids are for more than the tokens."""
@@ -113,8 +117,11 @@ class Prefill:
         out = [self._embed()]
         if table := self.b.plan.layer_table:
             out += [*self._projections("x", None, table.eps, [(table.project, None, "inputs")]), self._inputs(table)]
-        for i, layer in enumerate(self.b.plan.layers):
-            out += self._layer(i, layer)
+        made = dict[int, list[Launch]]()
+        for i, layer, like, others in self.b.layers():
+            if like == i:
+                made[i] = self._layer(i, layer)
+            out += [launch.over(others) for launch in made[like]]
         hidden = [op for op in self.b.plan.ops if isinstance(op, ops.StoreHidden)]
         return [*out, *(self._each_token(store_hidden(self.b, op, self.tokens)) for op in hidden)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from tinychat.kernels import ops
 from tinychat.kernels.blocks import (
@@ -65,14 +66,15 @@ def decode(b: Builder, depth: Depth = "middle") -> LaunchedOps:
         x = Activations("x", plan.dim)
         project = linear(b, "linear", x, ((table.project, None, "inputs"),))
         out += [(project, 1), (layer_inputs(b, table, b.columns), 2)]
-    first = len(plan.first_ops)  # op of the layer
-    for i, (layer, layer_ops) in enumerate(zip(plan.layers, plan.ops_of_layers)):
-        out += [(launch, first + n) for launch, n in _layer(b, i, layer, len(layer_ops), depth)]
-        first += len(layer_ops)
-    if isinstance(hidden := plan.ops[first], StoreHidden):
-        out.append((store_hidden(b, hidden, b.columns), first))
-        first += 1
-    out.append((head(b, plan.head), first))
+    counts, made = [len(layer_ops) for layer_ops in plan.ops_of_layers], dict[int, LaunchedOps]()
+    *first, behind = accumulate(counts, initial=len(plan.first_ops))  # op of each layer
+    for i, layer, like, others in b.layers():
+        if like == i:
+            made[i] = _layer(b, i, layer, counts[i], depth)
+        out += [(launch.over(others), first[i] + n) for launch, n in made[like]]
+    if isinstance(hidden := plan.ops[behind], StoreHidden):
+        out.append((store_hidden(b, hidden, b.columns), behind))
+    out.append((head(b, plan.head), len(plan.ops) - 1))
     out += [(launch, len(plan.ops)) for launch in sample(b)]
     return [(each, op) for launch, op in out for each in (*launch.before, launch)]
 

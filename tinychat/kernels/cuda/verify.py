@@ -55,7 +55,7 @@ class ColumnGraphs:
         for columns in reversed(counts):
             try:
                 for depth in starts:
-                    self.launches(columns, depth)
+                    self._launches(builder.one_of_each(), columns, depth)
             except TinychatError:  # beyond the shared memory of a block
                 continue
             self.counts = tuple(n for n in counts if n <= columns)
@@ -63,7 +63,10 @@ class ColumnGraphs:
 
     def launches(self, columns: int, pos: int) -> list[Launch]:
         """A step of so many tokens from position `pos` on."""
-        many = self._builder.of(columns, self._gpu.max_shared - OWN_SHARED)
+        return self._launches(self._builder, columns, pos)
+
+    def _launches(self, builder: Builder, columns: int, pos: int) -> list[Launch]:
+        many = builder.of(columns, self._gpu.max_shared - OWN_SHARED)
         return [launch for launch, _ in self._step(many, self._depth(pos))]
 
     def graph(self, pos: int, count: int) -> Graph:

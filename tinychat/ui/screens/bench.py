@@ -56,6 +56,7 @@ class BenchScreen(Sheet[None]):
         color: $primary; background: $foreground 20%;
     }
     BenchScreen .result { height: auto; margin-bottom: 1; }
+    BenchScreen.-low ProgressBar, BenchScreen.-low .result { margin: 0; }
     BenchScreen DataTable { height: 1fr; background: transparent; scrollbar-size-horizontal: 1; }
     BenchScreen DataTable > .datatable--header { background: transparent; color: $foreground 60%; text-style: none; }
     BenchScreen DataTable > .datatable--cursor, BenchScreen DataTable:focus > .datatable--cursor {

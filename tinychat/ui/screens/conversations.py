@@ -10,14 +10,17 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.content import Content
+from textual.timer import Timer
 from textual.widgets import Input, Static
 from textual.widgets.option_list import Option
 
 from tinychat.chat.days import by_day
-from tinychat.chat.history import History, Summary
+from tinychat.chat.history import LISTED, History, Summary
 from tinychat.errors import TinychatError, printable
 from tinychat.ui.screens.dialogs import AskScreen, ConfirmScreen
 from tinychat.ui.screens.sheet import Rows, SearchField, Sheet, ago, cell
+
+TYPED = 0.05  # seconds in which what is typed becomes one search
 
 
 class ConversationsScreen(Sheet[str]):
@@ -44,6 +47,7 @@ class ConversationsScreen(Sheet[str]):
         self._rename, self._delete = rename or history.rename, delete or history.delete
         self._found: dict[str, Summary] = {}
         self._project, self._projects = "", list[str]()
+        self._due: Timer | None = None  # a search for what was typed
 
     def body(self) -> ComposeResult:
         with Horizontal(classes="search-line"):
@@ -88,7 +92,13 @@ class ConversationsScreen(Sheet[str]):
         for day, group in by_day(self._found.values()):
             options.append(Option(Content(day), disabled=True))
             options += [Option(_line(s, width, s.id == self._present), id=s.id) for s in group]
-        if not options:
+        if len(self._found) == LISTED:
+            message = (
+                f"these are the latest {LISTED}; {'more words find' if search.split() else 'a search finds'} others"
+            )
+        elif self._found:
+            message = ""
+        if message:
             options.append(Option(Content.styled(printable(message), "$foreground-muted not bold"), disabled=True))
         rows.show(options, keep)
         self.set_title(self.TITLE or "", f"project {self._project}" if self._project else "")
@@ -96,7 +106,15 @@ class ConversationsScreen(Sheet[str]):
 
     @on(Input.Changed)
     def _searched(self) -> None:
-        self._show(self._highlighted)
+        if self._due is None:
+            self._due = self.set_timer(TYPED, self._search)
+
+    def _search(self) -> None:
+        """Shows what is found for all that has been typed."""
+        if self._due is not None:
+            self._due.stop()
+            self._due = None
+            self._show(self._highlighted)
 
     @on(Rows.OptionSelected)
     def _selected(self) -> None:
@@ -119,6 +137,7 @@ class ConversationsScreen(Sheet[str]):
             self.dismiss(self._chosen.id)
 
     def action_rename(self) -> None:
+        self._search()
         if (s := self._chosen) is None:
             return
 
@@ -129,6 +148,7 @@ class ConversationsScreen(Sheet[str]):
         self.app.push_screen(AskScreen("Name of this conversation (empty: its first words)", s.title), named)
 
     def action_delete(self) -> None:
+        self._search()
         if (s := self._chosen) is None:
             return
 
@@ -149,6 +169,7 @@ class ConversationsScreen(Sheet[str]):
 
     @on(SearchField.Pressed)
     def _pressed(self, event: SearchField.Pressed) -> None:
+        self._search()
         if event.key == "enter":
             self.action_open()
         else:

@@ -166,7 +166,7 @@ class PickerScreen(Sheet[PickedModel]):
 
     @property
     def _width(self) -> int:
-        return max(40, self.query_one(Rows).size.width - 2)
+        return max(24, self.query_one(Rows).size.width - 2)
 
     def _show(self, keep: str | None) -> None:
         width, options = self._width, []

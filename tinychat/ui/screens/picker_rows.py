@@ -23,6 +23,7 @@ from tinychat.ui.screens.sheet import cell
 from tinychat.units import parameter_count, speed
 
 _WIDE = 84  # from this many cells on, the context has a column of its own
+_NARROW = 62  # below this many, there is the size alone, or what keeps a model from running
 FITS, TIGHT, TOO_LARGE = (
     "to download",
     "to download, with little memory to spare",
@@ -255,6 +256,8 @@ def duration(seconds: float) -> str:
 
 def _line(texts: list[str], width: int) -> str:
     name, quant, size_, bytes_, context, last = texts
+    if width < _NARROW:
+        return f" {cell(name, _name_width(width))} {cell(last if last.startswith('✗') else bytes_, 14, True)}"
     columns = [cell(quant, 10), cell(size_, 11), cell(bytes_, 11, True)]
     columns += [cell(context, 7, True)] if width >= _WIDE else []
     return f" {cell(name, _name_width(width))}  {' '.join([*columns, cell(last, 14, True)])}"
@@ -262,7 +265,7 @@ def _line(texts: list[str], width: int) -> str:
 
 def _name_width(width: int) -> int:
     """The cells that the other columns leave to the name; the widest names need no more than 40."""
-    return max(8, min(40, width - (61 if width >= _WIDE else 53)))
+    return max(8, min(40, width - (61 if width >= _WIDE else 53 if width >= _NARROW else 16)))
 
 
 def _progress(row: Row, width: int, job: Download | None) -> Content:
@@ -278,10 +281,11 @@ def _progress(row: Row, width: int, job: Download | None) -> Content:
     else:
         mark, style = "◐", "$foreground-muted"
         text += " · paused"
-    start = _name_width(width) + 3
-    bar = 20 if width >= _WIDE else 8
+    name, gap = _name_width(width), 2 if width >= _NARROW else 1
+    start = 1 + name + gap
+    bar = 20 if width >= _WIDE else 8 if width >= _NARROW else 0
     full = round(share * bar)
-    head = f" {cell(row.model.name, start - 3)}  {mark} "
+    head = f" {cell(row.model.name, name)}{' ' * gap}{mark} "
     tail = cell(f" {share:4.0%}  {text}", width - start - 2 - bar)
     line = Content(f"{head}{'━' * bar}{tail}").stylize("$foreground 20%", start + 2, start + 2 + bar)
     return line.stylize(style, start + 2, start + 2 + full)

@@ -34,6 +34,7 @@ class Sheet(Modal[Outcome]):
     CSS_PATH = "sheet.tcss"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "close", "close")]
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (16, "-high")]
 
     def compose(self) -> ComposeResult:
         breakpoints.place(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 
 from markdown_it import MarkdownIt
@@ -12,26 +13,36 @@ from markdown_it.token import Token
 from markdown_it.tree import SyntaxTreeNode
 
 from tinychat.ui.chat.markdown.formulas import formulas
+from tinychat.ui.chat.markdown.tables import Table
 
 PARSER = MarkdownIt("gfm-like", {"html": False})  # html off: `List<int>` and <think> are text
 formulas(PARSER)
+STRUCTURE = MarkdownIt("gfm-like", {"html": False})  # blocks without what is in them
+formulas(STRUCTURE)
+STRUCTURE.core.ruler.enableOnly(["normalize", "block"])
 LONG = 4000  # characters of a block from which on its end is looked for when it has grown by an eighth, not a line
+ROWS = 1000  # characters of rows that are done together
 _SPACED = ("heading", "fence", "code_block", "table", "hr", "blockquote", "formula_block")
 
 
 class Block:
-    """One top-level block, or one item of a top-level list: its source (with the blank lines after it) and syntax
-    tree."""
+    """One top-level block, one item of a top-level list, or further rows of the table before it, whose first two lines
+    are `head`: its source (with the blank lines after it) and syntax tree (of a part: with the head)."""
 
-    def __init__(self, source: str, references: dict[str, object] | None = None) -> None:
-        self.source = source
-        tokens = PARSER.parse(source, {"references": dict(references or {})})
+    def __init__(self, source: str, references: dict[str, object] | None = None, head: str | None = None) -> None:
+        self.source, self.part = source, head is not None
+        tokens = PARSER.parse((head or "") + source, {"references": dict(references or {})})
         self.nodes: Sequence[SyntaxTreeNode] = SyntaxTreeNode(tokens).children
         self.kind = self.nodes[0].type if self.nodes else ""
 
+    @cached_property
+    def table(self) -> Table | None:
+        """The table that it begins with."""
+        return Table(self.nodes[0], self.part) if self.kind == "table" else None
+
     def gap_before(self, previous: Block | None) -> int:
         """Blank lines between `previous` and this block."""
-        if previous is None or not previous.kind:
+        if previous is None or not previous.kind or self.part:
             return 0
         spaced = self.kind in _SPACED or previous.kind in _SPACED[1:]
         return int(spaced or previous.source.endswith("\n\n") or not previous.source.rstrip(" \t").endswith("\n"))
@@ -59,52 +70,86 @@ def starts(tokens: Sequence[Token]) -> list[int]:
 class Splitter:
     """`feed` text; `done` blocks never change again, `tail` is the rest of the source (its block may still change).
 
-    A block is done when a complete line starts another one after it.
+    A block is done when a complete line starts another one after it; of a long table the rows so far are done, too.
     """
 
     def __init__(self) -> None:
         self.done: list[Block] = []
         self.tail = ""
+        self._head: str | None = None  # of the table whose further rows the tail begins with
         self._looked = 0  # characters of the tail that have no end of a block
 
     @property
     def source(self) -> str:
         return "".join(b.source for b in self.done) + self.tail
 
+    @property
+    def open_block(self) -> Block | None:
+        """The block of the tail as it is now."""
+        return Block(self.tail, head=self._head) if self.tail.strip() else None
+
     def feed(self, text: str) -> int:
         """Takes `text`; returns how many blocks became done."""
         self.tail += text
-        complete = self.tail.rfind("\n") + 1
+        before, complete = len(self.done), self.tail.rfind("\n") + 1
         goes_on = LONG < complete < self._looked * 9 / 8
-        if "\n" not in text or goes_on or in_open_fence(self.tail[:complete]):
+        if "\n" not in text or goes_on or (self._head is None and in_open_fence(self.tail[:complete])):
             return 0
+        self._split(complete)
+        return len(self.done) - before
+
+    def _split(self, complete: int) -> None:
+        """Makes done what is done of the first `complete` characters of the tail, which are whole lines."""
         lines = split_lines(self.tail[:complete])
-        begins = starts(PARSER.parse("".join(lines)))
+        above = split_lines(self._head or "")
+        tokens = STRUCTURE.parse("".join((*above, *lines)))
+        begins = [0, *(line - len(above) for line in starts(tokens)[1:])]
         for first, end in pairwise(begins):
-            self.done.append(Block("".join(lines[first:end])))
+            if end > first:
+                self.done.append(Block("".join(lines[first:end]), head=self._head))
+            self._head = None  # what follows is another block
         last = "".join(lines[begins[-1] :])
         self.tail, self._looked = last + self.tail[complete:], len(last)
-        return len(begins) - 1
+        if len(last) > ROWS and (head := _open_table(tokens, [*above, *lines])):
+            self.done.append(Block(last, head=self._head))
+            self.tail, self._looked, self._head = self.tail[len(last) :], 0, head
 
     def finish(self) -> int:
-        """Makes everything done, exactly as one parse of the whole source splits it; returns how many blocks stayed
-        valid."""
+        """Makes everything done, exactly as one parse of the whole source splits it (but for parts of tables, which are
+        shown as the whole one); returns how many blocks stayed valid."""
         source = self.source
+        self._split(len(self.tail))
+        if (block := self.open_block) is not None:
+            self.done.append(block)
         env: dict[str, dict[str, object]] = {}
         lines = split_lines(source)
-        begins = starts(PARSER.parse(source, env)) if source else []
+        begins = starts(STRUCTURE.parse(source, env)) if source else []
         references = env.get("references") or {}
         kept = 0
         blocks: list[Block] = []
-        for i, (first, end) in enumerate(zip(begins, [*begins[1:], len(lines)])):
+        for first, end in zip(begins, [*begins[1:], len(lines)]):
             text = "".join(lines[first:end])
-            if not references and kept == i and i < len(self.done) and self.done[i].source == text:
-                blocks.append(self.done[i])
-                kept += 1
+            if not references and kept == len(blocks) and (same := self._same(kept, text)):
+                blocks += same
+                kept += len(same)
             else:
                 blocks.append(Block(text, references))
-        self.done, self.tail = blocks, ""
+        self.done, self.tail, self._head = blocks, "", None
         return kept
+
+    def _same(self, first: int, text: str) -> list[Block]:
+        """Block number `first` with the parts behind it, if its source is `text`."""
+        behind = (i for i in range(first + 1, len(self.done)) if not self.done[i].part)
+        blocks = self.done[first : next(behind, len(self.done))]
+        return blocks if "".join(b.source for b in blocks) == text else []
+
+
+def _open_table(tokens: Sequence[Token], lines: Sequence[str]) -> str:
+    """The first two lines of the table that `lines` end with, of which `tokens` are the blocks; "" where there is
+    none."""
+    tables = [t.map for t in tokens if t.type == "table_open" and t.level == 0 and t.map]
+    first, end = tables[-1] if tables else (0, 0)
+    return "".join(lines[first : first + 2]) if tables and end == len(lines) else ""
 
 
 def in_open_fence(source: str) -> bool:

@@ -18,7 +18,9 @@ from textual.widget import Widget
 
 from tinychat.errors import printable
 from tinychat.ui.chat.markdown.blocks import Block, Splitter
-from tinychat.ui.chat.markdown.layout import Line, lay_out, wrapped
+from tinychat.ui.chat.markdown.layout import lay_out
+from tinychat.ui.chat.markdown.tables import Columns
+from tinychat.ui.chat.markdown.text import Line, wrapped
 
 BLANK = Line(Content(""))
 
@@ -75,6 +77,8 @@ class MarkdownView(Widget):
         self._settled = 0  # lines that belong to done blocks
         self._laid_blocks = 0
         self._laid_width = 0
+        self._table = 0, 0  # the last table among the done blocks: its first block, and line
+        self._columns, self._widths = Columns(), list[int]()  # of all its parts; as they are laid out
         self._pending: list[str] = []
         self._styles_of: dict[str, Style] = {}
         self._painted: FIFOCache[int, Strip] = FIFOCache(100)  # done lines, for scrolling
@@ -93,7 +97,7 @@ class MarkdownView(Widget):
     @property
     def code_blocks(self) -> list[str]:
         """The code of every block so far, in order."""
-        blocks = [*self._splitter.done, *([Block(self._splitter.tail)] if self._splitter.tail else [])]
+        blocks = filter(None, (*self._splitter.done, self._splitter.open_block))
         nodes = (node for block in blocks for top in block.nodes for node in top.walk())
         return [node.content.rstrip("\n") for node in nodes if node.type in ("fence", "code_block")]
 
@@ -108,10 +112,8 @@ class MarkdownView(Widget):
 
     def finish(self) -> None:
         """The text is complete: the lines become exactly those of the whole document."""
-        if not self.plain:
-            kept = self._splitter.finish()
-            if kept < self._laid_blocks or self._splitter.done[kept:]:
-                self._laid_width = 0 if kept < self._laid_blocks else self._laid_width
+        if not self.plain and self._splitter.finish() < self._laid_blocks:
+            self._laid_width = 0
         self._relay()
 
     def _relay(self) -> None:
@@ -139,14 +141,39 @@ class MarkdownView(Widget):
         del self._lines[self._settled :]
         done = self._splitter.done
         for i in range(self._laid_blocks, len(done)):
-            self._add(done[i], done[i - 1] if i else None, width, live=False)
+            self._add(i, done[i], live=False)
         self._settled, self._laid_blocks = len(self._lines), len(done)
-        if self._splitter.tail.strip():
-            self._add(Block(self._splitter.tail), done[-1] if done else None, width, live=True)
+        if (block := self._splitter.open_block) is not None:
+            self._add(len(done), block, live=True)
 
-    def _add(self, block: Block, previous: Block | None, width: int, live: bool) -> None:
-        self._lines += [BLANK] * block.gap_before(previous)
-        self._lines += lay_out(block.nodes, width, live=live)
+    def _add(self, i: int, block: Block, live: bool) -> None:
+        """Lays out `block`, which is number `i`. Where the further rows of a table make its columns wider, the others
+        are laid out anew."""
+        done, width = self._splitter.done, self._laid_width
+        self._lines += [BLANK] * block.gap_before(done[i - 1] if i else None)
+        if block.table is None:
+            self._lines += lay_out(block.nodes, width, live=live)
+            return
+        columns = block.table.columns
+        if block.part:
+            columns = columns.joined(self._columns)
+        elif not live:
+            self._table = i, len(self._lines)
+        widths = columns.widths(width)
+        if block.part and widths != self._widths:
+            first, line = self._table
+            del self._lines[line:]
+            for part in done[first:i]:
+                self._lines += part.table.lines(width, columns) if part.table else []
+            self._settled = len(self._lines)
+            self._painted.clear()
+            self.refresh()
+        if not live:
+            self._columns = columns
+        if block.part or not live:
+            self._widths = widths
+        behind = lay_out(block.nodes[1:], width, live=live)  # what follows a live table, before it is done
+        self._lines += block.table.lines(width, columns) + [BLANK] * bool(behind) + behind
 
     def _lay_plain(self, width: int) -> None:
         """Plain text: lines that are complete are done. `_pending` keeps [all done text, the open line]."""
