@@ -20,6 +20,7 @@ HEADS = replace(tiny.VARIANTS["deepseek2_youtu"], heads=3, mla=tiny.MLA(96, 256,
 """Where long pieces of a prompt attend to keys and values of heads, from about 150 tokens on."""
 TILES = (*NATIVE, "-DTILES=2")
 WORDS = (*NATIVE, "-DTILES=0")
+AVX2 = ("-march=haswell",)
 ROUTED = "Q4_K_M"  # a model with a router
 
 
@@ -68,8 +69,9 @@ def test_attention_over_several_chunks(flags: tuple[str, ...], model: str, tmp_p
         assert_divided(parts, prompt, experts=model.startswith("deepseek2"))
 
 
-@pytest.mark.parametrize("legacy", [False, True], ids=["", "legacy"])
-@pytest.mark.parametrize("flags", [TILES, WORDS], ids=["tiles", "words"])
+@pytest.mark.parametrize(
+    ("flags", "legacy"), [(TILES, True), (WORDS, False), (AVX2, False)], ids=["tiles", "words", "avx2"]
+)
 def test_latent_rows_as_keys_and_values_of_heads(
     flags: tuple[str, ...], legacy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
