@@ -22,7 +22,7 @@ Sizes = tuple[int, Callable[[int], int]]
 """Bytes of a model's weights, and the bytes that a context of so many tokens takes."""
 
 LATENT_CHUNK = 2048  # tokens of a prompt that run together where attention is latent
-LATENT_PROMPTS = 300 << 20  # bytes that so many take on the CPU beyond OVERHEAD: activations, keys and values of heads
+LATENT_PROMPTS = 500 << 20  # bytes that so many take on the CPU beyond OVERHEAD: activations, keys and values of heads
 COMFORT = 0.85  # of the available memory: above it, other programs start to swap
 
 

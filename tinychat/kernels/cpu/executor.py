@@ -75,7 +75,7 @@ LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     mtp=True,
 )
 WATCH_S = 0.2  # seconds from one question whether a prompt is wanted any longer to the next
-HEADS_BYTES = 64 << 20  # of those that are there at the same time, more where one head's need it
+HEADS_BYTES = 32 << 20  # of those that are there at the same time, for each of eight threads; more if a head's need it
 
 
 class CPUExecutor(KeepsInPieces):
@@ -189,7 +189,8 @@ class CPUExecutor(KeepsInPieces):
         c.ops = ctypes.addressof(self._ops)
         for a in _latent(plan)[:1] if self._library.unpacks else []:
             head = (self.max_context + TILE) * (a.nope + a.rope.dims + a.v_b.rows)
-            c.expanded_room = max(head, min(a.heads * head, HEADS_BYTES // CACHE_VALUE_BYTES))
+            room = min(self.threads, 8) * HEADS_BYTES // CACHE_VALUE_BYTES
+            c.expanded_room = max(head, min(a.heads * head, room))
             c.expanded = self._alloc(c.expanded_room * CACHE_VALUE_BYTES + slack)
         c.buffers = self._array(np.array(addresses, np.uint64))
         c.widths = self._array(np.array(widths, np.int32))
