@@ -97,7 +97,7 @@ class Session:
             chunk = list(prompt[first:end])
             self.state_at = -1  # until the call has ended
             if due and due[0] <= end:
-                self.snapshots.add(due[0], self.executor.forward_keeping(chunk, first, due[0]))
+                self.snapshots.add(due[0], self.executor.forward_keeping(chunk, first, due[0], watch))
             else:
                 self.executor.forward(chunk, first, following=prompt[last] if end == last else None, watch=watch)
                 if cut:

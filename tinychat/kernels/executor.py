@@ -139,9 +139,9 @@ class Executor(Protocol):
         """
         ...
 
-    def forward_keeping(self, ids: Sequence[int], pos: int, place: int) -> StateCopy:
+    def forward_keeping(self, ids: Sequence[int], pos: int, place: int, watch: Watch | None = None) -> StateCopy:
         """forward(ids, pos) without logits; the state behind the first `place` tokens of the sequence, which is behind
-        one of `ids`."""
+        one of `ids`. `watch` is told how far it is; it must not have anything left out."""
         ...
 
     def draft(self, ids: Sequence[int], pos: int) -> int:
@@ -227,13 +227,19 @@ class Executor(Protocol):
 class KeepsInPieces:
     """Base of an executor that stops where a state is to be kept."""
 
-    def forward_keeping(self: Executor, ids: Sequence[int], pos: int, place: int) -> StateCopy:
+    def forward_keeping(
+        self: Executor, ids: Sequence[int], pos: int, place: int, watch: Watch | None = None
+    ) -> StateCopy:
         """See Executor.forward_keeping: in two calls of forward()."""
         split = place - pos
-        self.forward(ids[:split], pos)
+
+        def part(first: int, last: int) -> Watch | None:
+            return watch and (lambda share: watch((first + share * (last - first)) / len(ids)))
+
+        self.forward(ids[:split], pos, watch=part(0, split))
         kept = self.read_state()
         if split < len(ids):
-            self.forward(ids[split:], place)
+            self.forward(ids[split:], place, watch=part(split, len(ids)))
         return kept
 
 

@@ -278,11 +278,11 @@ class CUDAExecutor(KeepsInPieces):
         few = self._absorbed and pieces**2 * ROWS_OF_PIECES <= pos
         return min(ABSORBED, self.prefill_chunk) if few else self.prefill_chunk
 
-    def forward_keeping(self, ids: Sequence[int], pos: int, place: int) -> StateCopy:
+    def forward_keeping(self, ids: Sequence[int], pos: int, place: int, watch: Watch | None = None) -> StateCopy:
         """See Executor.forward_keeping. Prompts leave the state at the end of any of their chunks."""
         split, count = place - pos, len(ids)
         if split == count or split % CHUNK or count > self.prefill_chunk:
-            return super().forward_keeping(ids, pos, place)
+            return super().forward_keeping(ids, pos, place, watch)
         self._check(ids, pos)
         self._place(ids, pos, GREEDY, count, kept=split)
         self._prompts[0].step(count, pos + count)
