@@ -53,8 +53,8 @@ class Transcript(VerticalScroll, can_focus=False):
         over = self.virtual_size.height > self.size.height
         if over != self.is_anchored:
             self.anchor(over)
-            if not over:
-                self.scroll_home(animate=False)
+            if not over:  # at once: later it would undo an anchor that was set meanwhile
+                self.scroll_home(animate=False, immediate=True)
 
     def to_end(self) -> None:
         """Shows the end and follows it again, where there is more than a screenful."""
@@ -125,8 +125,11 @@ class Transcript(VerticalScroll, can_focus=False):
 
     def _bring(self, message: TurnMessage, view: MarkdownView | None, number: int) -> None:
         """Scrolls to the place of hit `number` of `view`, or to `message`."""
-        y = message.region.y if view is None else view.region.y + view.mark_now(number)
-        self.scroll_relative(y=y - self.region.y - self.size.height // 3, animate=False)
+        # not relative to where the transcript is scrolled: regions are those of the last layout, and it may have moved
+        y = message.virtual_region.y
+        if view is not None:
+            y += view.region.y - message.region.y + view.mark_now(number)
+        self.scroll_to(y=y - self.size.height // 3, animate=False, immediate=True)
 
     async def show_earlier(self, index: int | None = None) -> None:
         """Mounts more of the older turns, at least from `index` on; what is on the screen stays where it is."""
