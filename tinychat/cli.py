@@ -344,6 +344,8 @@ def _lazy(command: str) -> Callable[..., object]:
 
     def call(**arguments: Any) -> object:
         with process.starting():
+            if command == "run":
+                importlib.import_module("tinychat.commands.gpu").begin(**arguments)
             found = importlib.import_module(f"tinychat.commands.{module}")
         return getattr(found, function or module)(**arguments)
 

@@ -23,7 +23,7 @@ from tests.support.shapes import Shape
 from tests.support.terminal import TINYCHAT, terminal
 from tinychat.chat.history import History
 from tinychat.measure import log
-from tinychat.measure.profile.measure import profiles_dir
+from tinychat.measure.profiles import profiles_dir
 
 
 @pytest.fixture

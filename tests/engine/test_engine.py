@@ -15,6 +15,7 @@ from tinychat.engine import fit
 from tinychat.engine.engine import Engine
 from tinychat.engine.kvstore import KVStore
 from tinychat.errors import TinychatError
+from tinychat.kernels.cpu import executor as cpu
 from tinychat.kernels.sampling import GREEDY, Sampling
 
 PROMPT = [6, 17, 250, 33, 7, 7, 120]  # its greedy answer fills the context without an end-of-answer token
@@ -88,6 +89,35 @@ def test_stop_during_prefill_keeps_what_was_prefilled(engine: Engine) -> None:
     stop = threading.Event()
     stop.set()
     assert answer(engine, PROMPT, stop=stop) == [] and engine.stop_reason == "stopped"
+
+
+@pytest.mark.parametrize(("variant", "kept"), [("deepseek2_glm", 0), ("qwen35", 256)])
+def test_stop_while_a_chunk_is_read(variant: str, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU executor asks in between; a state would be lost, so that its chunk is run to the end."""
+    monkeypatch.setattr(cpu, "WATCH_S", 0.0)
+    prompt = np.random.default_rng(4).integers(0, tiny.VOCAB, 500).tolist()
+    path = tiny.write(tmp_path / "m.gguf", variant, "Q8_0")
+    engines = [Engine.load(path, max_context=512, device="cpu", threads=1) for _ in range(2)]
+    engine, executor = engines[0], engines[0].executor
+    assert isinstance(executor, cpu.CPUExecutor)
+    stop, reports = threading.Event(), list[int]()
+
+    def stop_soon(done: int, total: int, reused: int) -> None:
+        reports.append(done)
+        if done:
+            stop.set()
+
+    ticks = np.zeros((executor.threads, len(executor._ops), 2), np.uint64)
+    executor._context.ticks = ticks.ctypes.data
+    assert answer(engine, prompt, on_prefill=stop_soon, stop=stop) == [] and engine.stop_reason == "stopped"
+    executor._context.ticks = None
+    ran = ticks[:, :, 0].any(0)
+    assert ran[0] and ran[len(ran) // 2 : -1].any() == bool(kept)
+    assert reports[-1] == engine.stats.prefilled_tokens == len(engine.session.tokens) == kept
+    assert 0 < next(filter(None, reports)) < 100  # how far a chunk has come is reported too
+    assert answer(engine, prompt) == answer(engines[1], prompt)
+    for engine in engines:
+        engine.close()
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ U32, F32, STRING, ARRAY = 4, 6, 8, 9
         (
             "llama",
             setting("tokenizer.ggml.tokens", ARRAY, (STRING, [b"\xc4\xa0"])),
-            "merges does not fit",
+            "tokenizer.ggml.bos_token_id is 290, outside the vocabulary of 1",
         ),
     ],
 )

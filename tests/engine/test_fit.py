@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tinychat.engine.fit import OVERHEAD, fit, sizes
+from tests.support import tiny
+from tinychat.engine.fit import LATENT_PROMPTS, OVERHEAD, fit, sizes
 from tinychat.engine.stats import available_memory
 from tinychat.models.registry import resolve
 
@@ -34,6 +35,12 @@ def test_the_registry_agrees_with_the_real_header(smollm2_path: Path) -> None:
     weights, of_context = sizes(smollm2_path)
     assert of_context(4096) == model.kv_bytes(4096) > 0
     assert weights < model.size < weights * 1.03
+
+
+def test_prompts_of_latent_attention_count(tmp_path: Path) -> None:
+    _, of_context = sizes(tiny.write(tmp_path / "m.gguf", "deepseek2_glm"))
+    row = of_context(4096) - of_context(4095)
+    assert of_context(2048) == 2 * of_context(1024) == 2048 * row + LATENT_PROMPTS
 
 
 def machine(root: Path, available_kb: int, **files: str) -> Path:

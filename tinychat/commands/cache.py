@@ -6,11 +6,10 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from tinychat.backend import saved
 from tinychat.commands.loading import obtain, settings_of_user
 from tinychat.console import Bar, grid, say, show
 from tinychat.errors import TinychatError, printable
-from tinychat.measure.profile.measure import clear_profiles, profiles_dir
+from tinychat.measure.profiles import clear_profiles, profiles_dir
 from tinychat.models import cache
 from tinychat.models.registry import MODELS, Model, resolve
 
@@ -27,6 +26,8 @@ def path(text: str | None) -> None:
 
 def list_files(everything: bool) -> None:
     """The files of the cache; with `everything` also the models that could be downloaded."""
+    from tinychat.backend import saved  # NumPy
+
     own = settings_of_user().models
     rows: list[tuple[str, ...]] = []
     here: set[Model | None] = set()
@@ -51,6 +52,8 @@ def list_files(everything: bool) -> None:
 
 def clear(what: str) -> None:
     """Deletes saved KV caches ("kv") or profiles ("profiles")."""
+    from tinychat.backend import saved
+
     freed = saved.clear() if what == "kv" else clear_profiles()
     print(f"deleted {decimal(freed)}")
 

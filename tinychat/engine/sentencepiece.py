@@ -3,10 +3,11 @@ which a list of ranked merges cannot express."""
 
 from __future__ import annotations
 
-import heapq
 import re
 from collections.abc import Callable
 from functools import cached_property, lru_cache
+
+from tinychat.engine.merging import merged
 
 
 class SentencePiece:
@@ -45,29 +46,8 @@ class SentencePiece:
         return [token for word in words for token in self._word(word)]
 
     def _merge(self, word: str) -> tuple[int, ...]:
-        symbols: list[str] = list(word)  # "" once it has merged into its left neighbour
-        left, right = list(range(-1, len(word) - 1)), list(range(1, len(word) + 1))
-        queue: list[tuple[float, int, int, int]] = []
-
-        def offer(a: int, b: int) -> None:
-            if a >= 0 and b < len(symbols) and (place := self._order(symbols[a], symbols[b])) is not None:
-                heapq.heappush(queue, (place, a, b, len(symbols[a]) + len(symbols[b])))
-
-        for i in range(1, len(symbols)):
-            offer(i - 1, i)
-        while queue:
-            _, a, b, size = heapq.heappop(queue)
-            if not symbols[a] or not symbols[b] or len(symbols[a]) + len(symbols[b]) != size:
-                continue  # one of the two has merged with another since
-            symbols[a] += symbols[b]
-            symbols[b] = ""
-            right[a] = right[b]
-            if right[b] < len(symbols):
-                left[right[b]] = a
-            offer(left[a], a)
-            offer(a, right[a])
         out: list[int] = []
-        for symbol in filter(None, symbols):
+        for symbol in merged(list(word), self._order):
             token = self._ids.get(symbol)
             out += [token] if token is not None else [i for byte in symbol.encode() for i in self._bytes[byte] or ()]
         return tuple(out)

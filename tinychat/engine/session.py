@@ -27,7 +27,7 @@ from tinychat.kernels.limits import check_sampling
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.sampling import Sampling
 
-SMALLEST_CHUNK = 32  # tokens per prefill call, at least; progress and stopping are as fine as a call
+SMALLEST_CHUNK = 32  # tokens per prefill call, at least
 
 OnPrefill = Callable[[int, int, int], None]
 
@@ -59,7 +59,8 @@ class Session:
         with the others; False if `stop` ended it early.
 
         The longest common prefix with what the cache holds stays, of a plan with a state up to a snapshot;
-        `on_prefill(done, total, reused)` counts the rest.
+        `on_prefill(done, total, reused)` counts the rest. Of a call that `stop` cuts short nothing is kept; of a
+        plan with a state, which would be lost, no call is.
         Raises TinychatError for an empty prompt, one that leaves no room for an answer, or an id outside the
         vocabulary.
         """
@@ -71,6 +72,20 @@ class Session:
         started, total = time.perf_counter(), last - reused
         size = max(self.executor.prefill_chunk, SMALLEST_CHUNK)
         places = snapshots.places(reused, last, self._apart) if self.plan.state_bytes else []
+        cut = False
+
+        def report(done: int) -> None:
+            s.prefill_s, s.prefilled_tokens = time.perf_counter() - started, done
+            s.prefill_tok_s = done / s.prefill_s
+            if on_prefill:
+                on_prefill(done, total, reused)
+
+        def watch(share: float) -> bool:
+            nonlocal cut
+            report(len(self.tokens) - reused + int(share * len(chunk)))
+            cut = not self.plan.state_bytes and stop is not None and stop.is_set()
+            return cut
+
         if on_prefill:
             on_prefill(0, total, reused)
         while len(self.tokens) < last:
@@ -80,19 +95,20 @@ class Session:
             due = [n for n in places if n > first]
             end = min(first + size, last, *due[1:2])
             chunk = list(prompt[first:end])
+            self.state_at = -1  # until the call has ended
             if due and due[0] <= end:
-                self.snapshots.add(due[0], self.executor.forward_keeping(chunk, first, due[0]))
+                self.snapshots.add(due[0], self.executor.forward_keeping(chunk, first, due[0], watch))
             else:
-                self.executor.forward(chunk, first, following=prompt[last] if end == last else None)
+                self.executor.forward(chunk, first, following=prompt[last] if end == last else None, watch=watch)
+                if cut:
+                    report(first - reused)
+                    return False
             self.tokens += chunk
             self.state_at = end
             if self.speculation.most:
                 self.complete()
-            s.prefill_s, s.context_used = time.perf_counter() - started, len(self.tokens)
-            s.prefilled_tokens = len(self.tokens) - reused
-            s.prefill_tok_s = s.prefilled_tokens / s.prefill_s
-            if on_prefill:
-                on_prefill(s.prefilled_tokens, total, reused)
+            s.context_used = len(self.tokens)
+            report(len(self.tokens) - reused)
         return True
 
     def decode(

@@ -1,8 +1,7 @@
 """Text to token ids and back, with exactly llama.cpp's ids.
 
-Byte-pair vocabularies (`tokenizer.ggml.model` = gpt2) run on HF `tokenizers`: the file's own vocabulary and merges
-behind the pre-tokenizer that `tokenizer.ggml.pre` names (pretokenizers.py). SentencePiece vocabularies ("llama",
-"gemma4") run on sentencepiece.py.
+Byte-pair vocabularies (`tokenizer.ggml.model` = gpt2) run on byte_pairs.py, behind the pre-tokenizer that
+`tokenizer.ggml.pre` names (pretokenizers.py), SentencePiece vocabularies ("llama", "gemma4") on sentencepiece.py.
 """
 
 from __future__ import annotations
@@ -14,15 +13,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex
-from tokenizers import Tokenizer as HFTokenizer
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel, Split
-from tokenizers.pre_tokenizers import Sequence as Stages
-
 from tinychat.engine import file_limits
+from tinychat.engine.byte_pairs import BytePairs
 from tinychat.engine.gguf import GGUF
-from tinychat.engine.pretokenizers import PRE_TOKENIZERS, PreTokenizer
+from tinychat.engine.pretokenizers import PRE_TOKENIZERS
 from tinychat.engine.sentencepiece import SentencePiece
 from tinychat.errors import TinychatError, encodable, printable
 
@@ -82,8 +76,7 @@ class Tokenizer:
         """Builds from GGUF metadata. Raises TinychatError for a tokenizer that is unknown, incomplete or
         contradictory."""
         self._metadata = metadata
-        self._spm: SentencePiece | None
-        self._hf: HFTokenizer | None
+        self._merging: BytePairs | SentencePiece
         model = self._get("tokenizer.ggml.model", str, required=True)
         self._texts = _strings(metadata, "tokenizer.ggml.tokens")
         self.n_vocab = n = len(self._texts)
@@ -112,19 +105,21 @@ class Tokenizer:
                     f"pre-tokenizer {printable(repr(name))} (tokenizer.ggml.pre) is not known to this version"
                 )
             pre = PRE_TOKENIZERS[name]
-            self._spm, self._hf = None, self._build_bpe(pre, merges_required=name != "kimi-k2")
+            key = "tokenizer.ggml.merges"
+            merges = _strings(metadata, key) if name != "kimi-k2" or key in metadata else []
+            self._merging = BytePairs(self._ids, merges, pre)
             default_bos, default_eos, add_bos, space_prefix = pre.default_bos, None, pre.add_bos, False
         elif model == "llama":
             scores = _numbers(metadata, "tokenizer.ggml.scores", n) or [0.0] * n
             order = {text: -score for text, score in zip(self._texts, scores)}
             unknown = self._special_id("unknown", 0)
-            self._hf, self._spm = None, SentencePiece(self._ids, lambda a, b: order.get(a + b), unknown)
+            self._merging = SentencePiece(self._ids, lambda a, b: order.get(a + b), unknown)
             default_bos, default_eos, add_bos, space_prefix = 1, 2, True, True
         elif model == "gemma4":
             lines = _strings(metadata, "tokenizer.ggml.merges")
             ranks = {merge: float(i) for i, line in enumerate(lines) if (merge := _merge_of(line))}
             unknown = self._special_id("unknown", None)
-            self._hf, self._spm = None, SentencePiece(self._ids, lambda a, b: ranks.get((a, b)), unknown, lines=True)
+            self._merging = SentencePiece(self._ids, lambda a, b: ranks.get((a, b)), unknown, lines=True)
             default_bos, default_eos, add_bos, space_prefix = None, None, True, False
         else:
             known = "gpt2, llama and gemma4 are"
@@ -136,11 +131,13 @@ class Tokenizer:
         add_bos = model == "gemma4" or self._flag("tokenizer.ggml.add_bos_token", add_bos)
         self.add_bos = add_bos and self.bos_id is not None
         self.add_eos = self._flag("tokenizer.ggml.add_eos_token", False) and self.eos_id is not None
-        self._space_prefix = self._flag("tokenizer.ggml.add_space_prefix", space_prefix) and self._spm is not None
+        self._of_bytes = model == "gpt2"
+        self._space_prefix = self._flag("tokenizer.ggml.add_space_prefix", space_prefix) and not self._of_bytes
         self.stop_ids = self._find_stops()
         self._bytes = lru_cache(1 << 16)(self._bytes_of)
-        self._control = frozenset(i for i, kind in enumerate(self._types) if kind in (_CONTROL, _UNKNOWN))
-        user = [i for i, kind in enumerate(self._types) if kind == _USER]
+        special = [i for i, kind in enumerate(self._types) if kind != _NORMAL]
+        self._control = frozenset(i for i in special if self._types[i] in (_CONTROL, _UNKNOWN))
+        user = [i for i in special if self._types[i] == _USER]
         self._check_marks([*self._control, *user])
         self._user_marks = self._longest_first(user)
         self.marks = self._longest_first([*self._control, *user])
@@ -194,11 +191,7 @@ class Tokenizer:
                 after_special = True
                 continue
             text = encodable(piece)
-            if self._spm is not None:
-                ids += self._spm.encode(" " + text if self._space_prefix and after_special else text)
-            else:
-                assert self._hf is not None
-                ids += self._hf.encode(text, add_special_tokens=False).ids
+            ids += self._merging.encode(" " + text if self._space_prefix and after_special else text)
             after_special = False
         return ids
 
@@ -216,7 +209,7 @@ class Tokenizer:
             return bytes([int(text[3:5], 16)]) if re.fullmatch("<0x[0-9A-Fa-f]{2}>", text) else text.encode()
         if kind != _NORMAL:
             return b""
-        if self._spm is not None:
+        if not self._of_bytes:
             return text.replace("▁", " ").encode()
         return b"".join(bytes([_CHAR_TO_BYTE[c]]) if c in _CHAR_TO_BYTE else c.encode() for c in text)
 
@@ -306,20 +299,6 @@ class Tokenizer:
         ):
             if value > limit.most:
                 raise TinychatError(f"{value:,} {what}, accepted are {limit.most:,} ({limit.why})")
-
-    def _build_bpe(self, pre: PreTokenizer, merges_required: bool) -> HFTokenizer:
-        key = "tokenizer.ggml.merges"
-        lines = _strings(self._metadata, key) if merges_required or key in self._metadata else []
-        merges = [line.partition(" ")[::2] for line in dict.fromkeys(lines)]
-        ids = self._ids
-        for a, b in merges:  # the library panics on some of these
-            if a not in ids or b not in ids or a + b not in ids:
-                why = printable(repr(f"{a} {b}"[:60]), newlines=False)
-                raise TinychatError(f"{key} does not fit the vocabulary (merge {why}); the file is damaged")
-        hf = HFTokenizer(BPE(ids, merges, ignore_merges=pre.ignore_merges))
-        splits = [Split(Regex(stage), "isolated") for stage in pre.stages]
-        hf.pre_tokenizer = Stages([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
-        return hf
 
 
 class StreamDecoder:

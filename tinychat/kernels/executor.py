@@ -21,6 +21,10 @@ Mask = Callable[[], np.ndarray]
 """uint32 ((vocab + 31) // 32,): token i may come where bit i % 32 of word i // 32 is set."""
 
 
+Watch = Callable[[float], bool]
+"""Gets the share of a call's work that is done, and says whether to leave out the rest."""
+
+
 class StateCopy(Protocol):
     """A copy of what layers carry from token to token, wherever the executor keeps it; a memoryview is one, too."""
 
@@ -122,19 +126,22 @@ class Executor(Protocol):
         *,
         mtp: bool = False,
         following: int | None = None,
+        watch: Watch | None = None,
     ) -> np.ndarray | None:
         """Runs tokens `ids` at positions pos, pos+1, ... and stores their cache rows; any length >= 1 up to max_context
         - pos. With `mtp` it runs the plan's MTP instead of its layers: all positions before the last one have to be run
         without it first. `following`: the token that decode() or verify() will go on with, which an executor may run
-        with them.
+        with them. `watch`: asked several times a second, on the caller's thread, by an executor that can stop in
+        between. Where it says so, the rows from `pos` on and a state are garbage, and None is returned; what it raises
+        is raised.
 
         Returns None, or float32 logits (1, vocab) or (len(ids), vocab).
         """
         ...
 
-    def forward_keeping(self, ids: Sequence[int], pos: int, place: int) -> StateCopy:
+    def forward_keeping(self, ids: Sequence[int], pos: int, place: int, watch: Watch | None = None) -> StateCopy:
         """forward(ids, pos) without logits; the state behind the first `place` tokens of the sequence, which is behind
-        one of `ids`."""
+        one of `ids`. `watch` is told how far it is; it must not have anything left out."""
         ...
 
     def draft(self, ids: Sequence[int], pos: int) -> int:
@@ -220,13 +227,19 @@ class Executor(Protocol):
 class KeepsInPieces:
     """Base of an executor that stops where a state is to be kept."""
 
-    def forward_keeping(self: Executor, ids: Sequence[int], pos: int, place: int) -> StateCopy:
+    def forward_keeping(
+        self: Executor, ids: Sequence[int], pos: int, place: int, watch: Watch | None = None
+    ) -> StateCopy:
         """See Executor.forward_keeping: in two calls of forward()."""
         split = place - pos
-        self.forward(ids[:split], pos)
+
+        def part(first: int, last: int) -> Watch | None:
+            return watch and (lambda share: watch((first + share * (last - first)) / len(ids)))
+
+        self.forward(ids[:split], pos, watch=part(0, split))
         kept = self.read_state()
         if split < len(ids):
-            self.forward(ids[split:], place)
+            self.forward(ids[split:], place, watch=part(split, len(ids)))
         return kept
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any
 
@@ -610,9 +610,15 @@ def _weights(value: Any) -> Iterator[Weight]:
     elif isinstance(value, tuple):
         for item in value:
             yield from _weights(item)
-    elif is_dataclass(value):
-        for f in fields(value):
-            yield from _weights(getattr(value, f.name))
+    else:
+        for name in _fields_of(type(value)):  # type: ignore[arg-type]  # mypy: of any metaclass
+            yield from _weights(getattr(value, name))
+
+
+@cache
+def _fields_of(kind: type) -> tuple[str, ...]:
+    """The names of a dataclass's fields; none of another type."""
+    return tuple(f.name for f in fields(kind)) if is_dataclass(kind) else ()
 
 
 def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:

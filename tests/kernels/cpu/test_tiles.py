@@ -12,10 +12,15 @@ import pytest
 from tests.kernels.cpu.test_executor import IDS, NATIVE, VECTORS, executor, relative
 from tests.support import tiny
 from tests.support.blocks import MODEL_QUANTS
+from tests.support.forward64 import forward
+from tinychat.kernels.cpu import executor as module
 from tinychat.kernels.sampling import GREEDY
 
+HEADS = replace(tiny.VARIANTS["deepseek2_youtu"], heads=3, mla=tiny.MLA(96, 256, 64, 32, 40))
+"""Where long pieces of a prompt attend to keys and values of heads, from about 150 tokens on."""
 TILES = (*NATIVE, "-DTILES=2")
 WORDS = (*NATIVE, "-DTILES=0")
+AVX2 = ("-march=haswell",)
 ROUTED = "Q4_K_M"  # a model with a router
 
 
@@ -62,3 +67,27 @@ def test_attention_over_several_chunks(flags: tuple[str, ...], model: str, tmp_p
         ends = [0, 37, 38, 300, 330]  # more queries than a task has, one, and a border within a tile of keys
         parts = [planes.forward(ids[a:b], a, "all") for a, b in pairwise(ends)]
         assert_divided(parts, prompt, experts=model.startswith("deepseek2"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "legacy"), [(TILES, True), (WORDS, False), (AVX2, False)], ids=["tiles", "words", "avx2"]
+)
+def test_latent_rows_as_keys_and_values_of_heads(
+    flags: tuple[str, ...], legacy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = replace(HEADS, mla=replace(HEADS.mla or tiny.MLA(0, 0, 0, 0, 0), legacy=legacy))
+    path = tiny.write(tmp_path / "m.gguf", shape, "Q8_0")
+    ids = np.random.default_rng(2).integers(0, tiny.VOCAB, 420).tolist()
+    with executor(path, flags=flags, threads=3) as ex:
+        prompt = ex.forward(ids, 0, "all")
+        assert prompt is not None and ex.prefill_chunk == 512
+        assert relative(prompt, forward(path, ids)) < 7e-4
+        parts = [ex.forward(ids[a:b], a, "all") for a, b in pairwise([0, 201, 420])]
+        assert_divided(parts, prompt, experts=False)
+        # a short piece attends to the rows as they are, wherever it begins and ends
+        few = ex.forward(ids[-40:], 380, "all")
+        assert few is not None and 0 < relative(few, prompt[-40:]) < 7e-4
+        assert_divided([ex.forward(ids[a:b], a, "all") for a, b in pairwise([380, 387, 420])], few, experts=False)
+    monkeypatch.setattr(module, "HEADS_BYTES", 0)
+    with executor(path, flags=flags) as ex:  # a head at a time
+        np.testing.assert_array_equal(ex.forward(ids, 0, "all"), prompt)

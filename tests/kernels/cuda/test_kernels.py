@@ -27,7 +27,7 @@ from tinychat.kernels.cuda.launches import sample as sampling
 from tinychat.kernels.cuda.layout import Layout, repack, repack_params
 from tinychat.kernels.cuda.prefill import Chip, Prefill, padded
 from tinychat.kernels.cuda.quants import FLOATS, QUANTS, packed_bytes
-from tinychat.kernels.cuda.selfcheck import COLS, ROWS, check_data, check_plan, relative_error
+from tinychat.kernels.cuda.selfcheck import COLS, ROWS, TABLE, check_data, check_logits, check_plan
 from tinychat.kernels.cuda.state import WORDS, bias_values, breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode, depths
 from tinychat.kernels.sampler import dry, sample
@@ -54,6 +54,13 @@ def emulated(path: Path, context: int = 192) -> EmulatedCUDA:
 
 def error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def check_products(kind: Q) -> np.ndarray:
+    """What the check at load expects, of gguf's values."""
+    packed, x = check_data(kind)
+    normed = x / np.sqrt((x.astype(np.float64) ** 2).mean())
+    return dequantize(packed.reshape(ROWS, -1), kind).reshape(ROWS, COLS).astype(np.float64) @ normed
 
 
 Matvec = tuple[Builder, Launch, Launch, Launch, Launch]
@@ -110,7 +117,10 @@ def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
         columns[0] = column
         cuda_emulator.run(launch, buffers)
         np.testing.assert_array_equal(logits[0], wanted)
-    assert relative_error(logits[0], kind, packed, x) < (1e-5 if kind in FLOATS else 0.01)
+    products = check_products(kind)
+    assert error(logits[0], products) < (1e-5 if kind in FLOATS else 0.01)
+    known = f"{kind.name}," in TABLE.read_text() and error(check_logits(kind), products) < 1e-6
+    assert known, ",".join([kind.name, *(f"{v:.8g}" for v in products)])
     buffers["history"].view(np.int32)[0] = ROWS - 1
     cuda_emulator.run(row, buffers)
     want = dequantize(packed.reshape(ROWS, -1)[-1:], kind).reshape(-1)

@@ -6,6 +6,7 @@ import ctypes
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +27,7 @@ from tinychat.kernels.cpu.library import (
     StepContext,
 )
 from tinychat.kernels.cpu.program import build
-from tinychat.kernels.executor import ExecutorKind, KeepsInPieces, Logits, Mask, StateCopy, Weights
+from tinychat.kernels.executor import ExecutorKind, KeepsInPieces, Logits, Mask, StateCopy, Watch, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import (
     Attention,
@@ -59,6 +60,9 @@ from tinychat.kernels.sampler import penalties
 from tinychat.kernels.sampling import Sampling
 from tinychat.kernels.window_rows import WindowRows
 
+SHORT_CHUNK = 256  # tokens that run together
+EXPERTS_CHUNK = 512  # where experts' weights are unpacked, which costs less for each of more tokens
+LONG_CHUNK = 2048  # where keys and values of heads are made of all latent rows, for each chunk anew (expand.h)
 LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     QUANTS,
     packed_rows=1 << 27,  # 256 rows are a task of packing
@@ -66,11 +70,12 @@ LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     head_group=MAX_GROUP,
     kv_rows=1 << 27,  # 256 rows of a kv head are a task of attention
     experts=1 << 19,  # an expert is a task
-    prefill_chunk=512,
+    prefill_chunk=LONG_CHUNK,
     verified=STEP,
     mtp=True,
 )
-SHORT_CHUNK = 256  # where no experts' weights are unpacked, which costs less for each of more tokens
+WATCH_S = 0.2  # seconds from one question whether a prompt is wanted any longer to the next
+HEADS_BYTES = 32 << 20  # of those that are there at the same time, for each of eight threads; more if a head's need it
 
 
 class CPUExecutor(KeepsInPieces):
@@ -117,7 +122,9 @@ class CPUExecutor(KeepsInPieces):
         self._lib = self._library.lib
         self._library_s = time.perf_counter() - started
         routed = any(isinstance(op, ExpertsUp) for op in plan.ops)
-        chunk = LIMITS.prefill_chunk if routed and self._library.unpacks else SHORT_CHUNK
+        chunk = EXPERTS_CHUNK if routed and self._library.unpacks else SHORT_CHUNK
+        if _latent(plan) and not plan.state_bytes and self._library.unpacks:
+            chunk = max(chunk, min(LONG_CHUNK, max_context))
         self.prefill_chunk = min(chunk, self._windows.together)
         self._blocks: list[tuple[int, int]] = []  # (address, bytes) of tc_alloc
         self._ctx = self._alloc(self._library.context_bytes)
@@ -180,6 +187,11 @@ class CPUExecutor(KeepsInPieces):
         c.layers, c.n_buffers = len(plan.caches), len(widths)
         self._ops = (library.COp * len(ops))(*ops)
         c.ops = ctypes.addressof(self._ops)
+        for a in _latent(plan)[:1] if self._library.unpacks else []:
+            head = (self.max_context + TILE) * (a.nope + a.rope.dims + a.v_b.rows)
+            room = min(self.threads, 8) * HEADS_BYTES // CACHE_VALUE_BYTES
+            c.expanded_room = max(head, min(a.heads * head, room))
+            c.expanded = self._alloc(c.expanded_room * CACHE_VALUE_BYTES + slack)
         c.buffers = self._array(np.array(addresses, np.uint64))
         c.widths = self._array(np.array(widths, np.int32))
         c.caches = ctypes.addressof(self._caches)
@@ -196,6 +208,7 @@ class CPUExecutor(KeepsInPieces):
         *,
         mtp: bool = False,
         following: int | None = None,
+        watch: Watch | None = None,
     ) -> np.ndarray | None:
         """See Executor.forward. What follows is not run with them."""
         self._check(ids, pos)
@@ -206,7 +219,10 @@ class CPUExecutor(KeepsInPieces):
             mode = 2 if logits == "all" else int(logits == "last" and at + len(part) == len(tokens))
             rows = out[at:] if mode == 2 else out
             self._slide(self._windows.base_for(pos + at, len(part)))
-            self._lib.tc_forward(self._ctx, part.ctypes.data, len(part), pos + at, mode, mtp, rows.ctypes.data)
+            with _watching(watch, at / len(tokens), len(part) / len(tokens)) as asked:
+                where = part.ctypes.data, len(part), pos + at, mode, mtp, rows.ctypes.data
+                if self._lib.tc_forward(self._ctx, *where, asked, int(WATCH_S * 1e9)):
+                    return None
         return None if logits == "none" else out
 
     def draft(self, ids: Sequence[int], pos: int) -> int:
@@ -425,6 +441,30 @@ class CPUExecutor(KeepsInPieces):
             raise TinychatError(f"{len(ids)} tokens at position {pos} do not fit the context of {self.max_context}")
         if min(ids) < 0 or max(ids) >= self.plan.vocab:
             raise TinychatError(f"token id out of range: the vocabulary has {self.plan.vocab} entries")
+
+
+def _latent(plan: Plan) -> list[MLA]:
+    """The layers with latent attention, if any."""
+    return [layer.attention for layer in plan.layers if isinstance(layer.attention, MLA)]
+
+
+@contextmanager
+def _watching(watch: Watch | None, done: float, share: float) -> Iterator[ctypes._FuncPointer]:
+    """`watch` for step.c, of a call of which `done` is done and a part of `share` runs; raises in the end what it
+    raised."""
+    raised = list[BaseException]()
+
+    def ask(part: float) -> int:
+        try:
+            assert watch
+            return watch(done + share * part)
+        except BaseException as e:  # an interrupt, too: C would lose it
+            raised.append(e)
+            return True
+
+    yield library.CWatch(ask) if watch else library.CWatch()
+    if raised:
+        raise raised[0]
 
 
 def _filled(values: int) -> int:

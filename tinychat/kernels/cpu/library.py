@@ -28,6 +28,10 @@ TILE = 16  # rows of a weight that lie interleaved, and positions of a tile of t
 _i32, _f32, _f64, _u64, _ptr = ctypes.c_int32, ctypes.c_float, ctypes.c_double, ctypes.c_uint64, ctypes.c_void_p
 
 
+CWatch = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_double)
+"""`Watch` of step.c."""
+
+
 def grids() -> np.ndarray:
     """The tables of the IQ types, one after the other in the order of GRIDS in quant.h, where their form is explained:
     uint16. Raises TinychatError where they have not the size that C reads."""
@@ -90,8 +94,8 @@ class StepContext(ctypes.Structure):
 
     _fields_ = [
         *_all(_i32, "n_ops n_step n_whole max_context batch vocab layers n_buffers"),
-        *_all(_ptr, "ops buffers widths caches ticks"),
-        ("sampling", _u64),
+        *_all(_ptr, "ops buffers widths caches ticks expanded"),
+        *_all(_u64, "expanded_room sampling"),
     ]
 
 
@@ -121,7 +125,7 @@ class Library:
             ("tc_close", None, [_ptr]),
             ("tc_pack", None, [_ptr, _ptr, _ptr, c_int, c_int, c_int, c_int, c_int, c_int]),
             ("tc_dequantise", None, [_ptr, c_int, c_int, _ptr]),
-            ("tc_forward", None, [_ptr, _ptr, c_int, c_int, c_int, c_int, _ptr]),
+            ("tc_forward", c_int, [_ptr, _ptr, c_int, c_int, c_int, c_int, _ptr, CWatch, _u64]),
             ("tc_step", None, [_ptr, _ptr, c_int, c_int]),
             ("tc_sample", c_int, [_ptr, c_int, _ptr, _ptr]),
             ("tc_slide", None, [_ptr, c_int]),

@@ -5,7 +5,7 @@
 // than a phase of its own); with several, an op has stages, each a phase: tokens are prepared first, then each group of 16 rows
 // is multiplied with panels of 16, 8, 4, 2 or 1 columns. Both do the same arithmetic in the same order per (row, token), so results
 // depend neither on the chunking of a prompt nor on the number of threads. Where the machine has tiles, prompts take another way
-// than decode steps (choose_form), for one token as for several.
+// than decode steps (choose_form), for one token as for several; long pieces of a prompt one more in latent attention (expands).
 #include <stddef.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -15,6 +15,7 @@
 #include "attention_tiles.h"
 #include "attention_words.h"
 #include "delta.h"
+#include "expand.h"
 #include "input.h"
 #include "panels.h"
 #include "pool.h"
@@ -101,6 +102,9 @@ typedef struct {
 enum { ALONE = -1 };
 typedef struct { _Alignas(64) atomic_int count; _Atomic uint64_t done; } Count;  // of a unit: tasks that have ended; the last phase in which all have
 
+// Asked while a prompt runs, with the share of its work that is done; whether to leave out the rest.
+typedef int (*Watch)(double done);
+
 typedef struct {
   // n_step: ops of a step; those of MTP are behind them. n_whole: those of them that all tokens of a prompt need
   int32_t n_ops, n_step, n_whole, max_context, batch, vocab, layers, n_buffers;
@@ -109,6 +113,8 @@ typedef struct {
   int32_t *widths;
   LayerCache *caches;  // [layers]
   uint64_t *ticks;   // NULL, or [threads][n_ops][2] nanoseconds of this step: at work, then waiting for the others
+  uint16_t *expanded;  // room for so many halves: keys and values of some heads (expand.h)
+  uint64_t expanded_room;
   uint64_t sampling; // nanoseconds from the logits to the last id that tc_sample chose
   Pool pool;
   Scratch *scratch;  // [threads]
@@ -133,6 +139,10 @@ typedef struct {
   int first;             // row of the buffers that is the first token's
   int tokens, pos, logits_mode, sampled, mtp;  // logits_mode: 0 none, 1 last, 2 all; sampled: a decode step; mtp: runs MTP instead
   uint64_t serial;  // of the call
+  Watch watch;      // of a prompt, or NULL; asked every `patience` nanoseconds, the last time at `asked`
+  uint64_t patience, asked;
+  atomic_int cut;   // it said so
+  LayerCache of_heads;  // what is in `expanded`, of so many heads
   int widest;       // 16 columns of so many values have room in a thread's scratch
   float *logits_out;
   struct Piece *pieces;  // of working memory
@@ -431,12 +441,16 @@ static void turn_head(float *dst, const float *src, const Op *op, int h, const f
   rotate(dst, op, pos);
 }
 
+enum { EXPANDED = -1 };  // as the layer of an op: of the keys and values that were made of latent rows
+INLINE const LayerCache *cache_of(const Ctx *c, const Op *op) {
+  return op->layer == EXPANDED ? &c->of_heads : &c->caches[op->layer];
+}
 INLINE uint16_t *k_tile(Ctx *c, const Op *op, int head, int pos) {
-  const LayerCache *l = &c->caches[op->layer];
+  const LayerCache *l = cache_of(c, op);
   return l->k + ((ptrdiff_t)head * l->rows + (pos & ~15) - l->base) * l->k_dim;
 }
 INLINE uint16_t *v_row(Ctx *c, const Op *op, int head, int pos) {
-  const LayerCache *l = &c->caches[op->layer];
+  const LayerCache *l = cache_of(c, op);
   return l->v + ((ptrdiff_t)head * l->rows + pos - l->base) * l->v_dim;
 }
 
@@ -655,12 +669,13 @@ static Blocks query_blocks(const Ctx *c, const Op *op) {
   }
 }
 
-static void attention_block(Ctx *c, const Op *op, int id, int task) {
+// before: heads in front of the first one of these.
+static void attention_block(Ctx *c, const Op *op, int id, int task, int before) {
   Scratch *s = &c->scratch[id];
   Blocks b = query_blocks(c, op);
   int group = op->heads / op->kv_heads, value = padded(op->value_dim);
   int kv = task % op->kv_heads, part = task / op->kv_heads % b.parts, first = (b.blocks - 1 - task / op->kv_heads / b.parts) * b.block;
-  int h0 = kv * group + part * b.per_token, heads = MIN_(b.per_token, group - part * b.per_token);
+  int h0 = before + kv * group + part * b.per_token, heads = MIN_(b.per_token, group - part * b.per_token);
   int n = MIN_(b.block, c->tokens - first), count = n * heads;
   int from[MOST], limit[MOST];
   float top[MOST], total[MOST];
@@ -683,10 +698,117 @@ static void attention_block(Ctx *c, const Op *op, int id, int task) {
     finish(c, op, first + m / heads, h0 + m % heads, s->merged + (size_t)m * value, total[m] + sink(op, h0 + m % heads, top[m]));
 }
 
+// ---- latent rows as keys and values of heads, in long pieces of prompts (expand.h) ----
+// Three ops of a layer have another form then: ABSORB stores the rows and turns the queries, LATENT_ATTENTION makes keys and values of some
+// heads and attends to them, then of the next ones, and VALUE_UP has nothing to do.
+
+#if TILES || WORDS
+INLINE HeadDims head_dims(const Op *latent) {
+  return (HeadDims){latent->value_dim, latent[-1].rope_dims, latent[-1].nope, latent[1].w[0].rows};
+}
+
+// Whether that takes fewer products than attention to latent rows, which cost more a pair of query and key, but need no keys and
+// values of the rows in front of the piece. What it takes to unpack a head's matrices as columns counts as some rows more.
+static int expands(const Ctx *c, const Op *latent) {
+  HeadDims d = head_dims(latent);
+  if (!(tiles_allowed || WORDS) || c->sampled || c->mtp || d.latent % 32 || d.key % 32 || d.rotated % 32) return 0;
+  double saved = 2 * d.latent - d.key - d.value, made = (double)(d.key + d.value) * d.latent;
+  return c->tokens > STEP && c->tokens * (c->pos + 0.5 * c->tokens) * saved > (c->pos + 100.0) * made;
+}
+
+// Of the heads whose keys and values have room at the same time: in how many pieces the heads are taken, and how many rows a head has.
+INLINE int expanded_rows(const Ctx *c) { return (c->pos + c->tokens + 15) / 16 * 16; }
+static int head_groups(const Ctx *c, const Op *latent) {
+  HeadDims d = head_dims(latent);
+  uint64_t head = (uint64_t)expanded_rows(c) * (uint64_t)(d.key + d.rotated + d.value);
+  int most = (int)MIN_(c->expanded_room / head, (uint64_t)latent->heads);
+  return (latent->heads + most - 1) / most;
+}
+
+// Attention of heads to their keys and values, as in a layer without latent rows: of group g, whose first head is *first.
+static Op attention_of_heads(const Ctx *c, const Op *latent, int g, int *first) {
+  HeadDims d = head_dims(latent);
+  Op op = *latent;
+  int n = head_groups(c, latent), last = latent->heads * (g + 1) / n;
+  *first = latent->heads * g / n;
+  op.tag = ATTENTION, op.layer = EXPANDED, op.src = latent[-1].src, op.dst[0] = latent[1].dst[0];
+  op.key_dim = d.key + d.rotated, op.value_dim = d.value, op.heads = op.kv_heads = last - *first;
+  return op;
+}
+
+// The rows of head h of W_k_b, transposed, and of W_v_b as columns, which stay in the shared scratch until the layer's output.
+static void head_columns(Ctx *c, const Op *absorb, int id, int h) {
+  HeadDims d = head_dims(absorb + 1);
+  const Matrix *k = &absorb->w[0], *v = &absorb[2].w[0];
+  f32v *group = c->scratch[id].sums;
+  float *x = c->scratch[id].merged;
+  size_t pitch = (size_t)column_pitch(&d), column = (size_t)h * columns_per_head(&d);
+  int width = panel_width(16, 1);
+  for (int g = 0; g < d.latent; g += 16) {
+    dequantise(rows16(k, h, g / 16), k->type, k->cols, group);
+    for (int i = 0; i < d.key; i++) stf(x + i * pitch + g, group[i]);
+  }
+  for (int i = 0; i < d.key; i++)
+    prepare_row(x + i * pitch, d.latent, NULL, 0, 0, &c->shared, column + i / width * width, width, i % width);
+  column += filled_16(d.key);
+  for (int g = 0; g < d.value; g += 16, column += 16) {
+    dequantise(rows16(v, h, g / 16), v->type, v->cols, group);
+    for (int i = 0; i < d.latent; i += 16) transpose_floats(group + i, x + i, pitch);
+    for (int i = 0; i < MIN_(16, d.value - g); i++)
+      prepare_row(x + i * pitch, d.latent, NULL, 0, 0, &c->shared, column + i / width * width, width, i % width);
+  }
+}
+
+// Lays out their place; layers have all the same.
+static void begin_expanded(Ctx *c, const Op *latent) {
+  HeadDims d = head_dims(latent);
+  int heads = (latent->heads + head_groups(c, latent) - 1) / head_groups(c, latent), rows = expanded_rows(c);
+  uint16_t *k = c->expanded, *v = k + (size_t)heads * rows * (d.key + d.rotated);
+  c->of_heads = (LayerCache){.k = k, .v = v, .heads = heads, .k_dim = d.key + d.rotated, .v_dim = d.value, .rows = rows};
+}
+
+// Tasks: the group's heads and GROUPS tiles of rows each.
+INLINE int row_pieces(const Ctx *c) { return (expanded_rows(c) / 16 + GROUPS - 1) / GROUPS; }
+static void make_heads(Ctx *c, const Op *latent, Part me) {
+  HeadDims d = head_dims(latent);
+  int before, pieces = row_pieces(c);
+  Op op = attention_of_heads(c, latent, me.stage / 2, &before);
+  int units = op.heads * pieces;
+  for (int u = units * me.part / me.parts; u < units * (me.part + 1) / me.parts; u++) {
+    int h = u / pieces, pos = u % pieces * 16 * GROUPS;
+    X x = columns_of(&c->shared, (size_t)(before + h) * columns_per_head(&d), d.latent);
+    expand_rows(k_tile(c, latent, 0, pos), MIN_(GROUPS, (expanded_rows(c) - pos) / 16), &d, &x, k_tile(c, &op, h, pos), v_row(c, &op, h, pos),
+                c->scratch[me.id].sums);
+  }
+}
+
+static void attend_by_heads(Ctx *c, const Op *latent, Part me) {
+  int before;
+  Op op = attention_of_heads(c, latent, me.stage / 2, &before);
+  if (me.stage % 2) attention_block(c, &op, me.id, me.part, before);
+  else make_heads(c, latent, me);
+}
+static int tasks_by_heads(const Ctx *c, const Op *latent, int stage, int some) {
+  int before;
+  Op op = attention_of_heads(c, latent, stage / 2, &before);
+  if (stage % 2 == 0) return MIN_(some, op.heads * row_pieces(c));
+  Blocks b = query_blocks(c, &op);
+  return op.heads * b.blocks;
+}
+#else
+#define expands(c, latent) 0
+#define head_groups(c, latent) 0
+#define begin_expanded(c, latent)
+#define head_columns(c, absorb, id, h)
+#define attend_by_heads(c, latent, me)
+#define tasks_by_heads(c, latent, stage, some) 0
+#endif
+
 static void attention(Ctx *c, const Op *op, Part me) {
   if (c->tokens == 1) attention_one(c, op, me.id, me.part);
   else if (op->tag == ATTENTION && me.stage == 0) attention_inputs(c, op, me);
-  else attention_block(c, op, me.id, me.part);
+  else if (op->tag == LATENT_ATTENTION && expands(c, op)) attend_by_heads(c, op, me);
+  else attention_block(c, op, me.id, me.part, 0);
 }
 
 // A task: a head of q, of k or of v. Heads of q and k have length 1 afterwards, those of q over sqrt(key_dim).
@@ -796,6 +918,12 @@ static void absorb(Ctx *c, const Op *op, Part me) {
     }
   }
   if (me.of->slot == ALONE) return;
+  if (expands(c, op + 1)) {
+    for (int t = me.part; t < c->tokens; t += me.parts)
+      for (int h = 0; h < op->heads; h++) rotate(row(c, op->src, t) + (size_t)h * dim + op->nope, op, c->pos + t);
+    for (int h = me.part; h < op->heads; h += me.parts) head_columns(c, op, me.id, h);
+    return;
+  }
   int all = c->tokens * op->heads;
   for (int i = all * me.part / me.parts; i < all * (me.part + 1) / me.parts; i++) {
     int t = i / op->heads, h = i % op->heads;
@@ -1139,8 +1267,10 @@ static void run_op(Ctx *c, const Op *op, Part me) {
 }
 
 // Stages of an op with several tokens.
-static int stages(const Op *op) {
+static int stages(const Ctx *c, const Op *op) {
   switch (op->tag) {
+    case LATENT_ATTENTION: return expands(c, op) ? 2 * head_groups(c, op) : 1;
+    case VALUE_UP: return !expands(c, op - 1);
     case LINEAR: case ATTENTION: case GATE_UP: case EXPERTS_UP: case HEAD: return 2;
     case ROUTE: return 3;
     case EXPERTS_DOWN: return op->w[1].groups ? 5 : 3;
@@ -1166,6 +1296,7 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
     if (op->tag == ATTENTION || op->tag == LATENT_ATTENTION) return attention_tasks(c, op, &per);
     return op->tag == GATED_CONVOLVE || op->tag == LAYER_INPUTS ? some : MIN_(some, units_of(op) / (makes(c, op) ? 2 : 1));
   }
+  if (op->tag == LATENT_ATTENTION && expands(c, op)) return tasks_by_heads(c, op, stage, some);
   if (op->tag == LATENT_ATTENTION || (op->tag == ATTENTION && stage == 1)) {
     Blocks b = query_blocks(c, op);
     return op->kv_heads * b.parts * b.blocks;
@@ -1290,10 +1421,20 @@ static inline uint64_t counter(void) {
 #endif
 }
 
+// Whether the rest of a prompt is left out. The thread of the call asks, since what it asks may need that thread.
+static int is_cut(Ctx *c, int phase, int id) {
+  if (c->watch && id == 0 && !c->cut && nanoseconds() - c->asked >= c->patience) {
+    c->cut = c->watch((double)phase / c->n_phases);
+    c->asked = nanoseconds();
+  }
+  return c->cut;
+}
+
 static int spans_of(const Ctx *c) { return (c->vocab + SPAN - 1) / SPAN; }
 
 static int phase_tasks(void *arg, int phase) {
   Ctx *c = arg;
+  if (c->cut) return 0;
   if (phase < c->n_phases) {
     Phase p = c->phases[phase];
     const Op *op = &c->ops[p.op];
@@ -1309,6 +1450,7 @@ static int phase_tasks(void *arg, int phase) {
 // A task of a phase, or behind the last one of the statistics for sampling.
 static void phase_task(void *arg, int phase, int task, int tasks, int id) {
   Ctx *c = arg;
+  if (is_cut(c, phase, id)) return;
   Scratch *s = &c->scratch[id];
   uint64_t start = c->ticks ? counter() : 0;
   int op = -1;
@@ -1340,7 +1482,8 @@ static void run_ops(Ctx *c, int from, int to) {
   c->n_phases = 0;
   for (int i = from, ops; i < to; i += ops) {
     ops = together_with(c, &c->ops[i]);
-    for (int stage = 0; stage < (c->tokens == 1 ? 1 : stages(&c->ops[i])); stage++) c->phases[c->n_phases++] = (Phase){i, stage, ops};
+    if (c->ops[i].tag == LATENT_ATTENTION && c->tokens > 1 && expands(c, &c->ops[i])) begin_expanded(c, &c->ops[i]);
+    for (int stage = 0; stage < (c->tokens == 1 ? 1 : stages(c, &c->ops[i])); stage++) c->phases[c->n_phases++] = (Phase){i, stage, ops};
   }
   uint64_t began = c->ticks ? nanoseconds() : 0, first = counter();
   pool_run(&c->pool, (Work){c->n_phases + c->sampled, phase_tasks, phase_task, task_ready, c});
@@ -1356,7 +1499,8 @@ static void run_tokens(Ctx *c) {
     return;
   }
   run_ops(c, from, c->n_whole);
-  if (!c->logits_mode) return;
+  if (!c->logits_mode || c->cut) return;
+  c->watch = NULL;  // tasks of one token count what has ended, so all of them have to
   int tokens = c->tokens, skipped = tokens - 1;
   c->first = skipped, c->ids += skipped, c->pos += skipped, c->tokens = 1;
   run_ops(c, c->n_whole, to);
@@ -1407,7 +1551,7 @@ EXPORT size_t tc_sizeof(int what) {
 #define SAMPLE_FIELDS(X) SAMPLING(X) X(n_penalised) X(seed) X(penalised) X(divisors) X(amounts) X(mask)
 #define CACHE_FIELDS(X) X(k) X(v) X(tail) X(state) X(heads) X(k_dim) X(v_dim) X(rows) X(window) X(base)
 #define CONTEXT_FIELDS(X)                                                                                                       \
-  X(n_ops) X(n_step) X(n_whole) X(max_context) X(batch) X(vocab) X(layers) X(n_buffers) X(ops) X(buffers) X(widths) X(caches) X(ticks) X(sampling)
+  X(n_ops) X(n_step) X(n_whole) X(max_context) X(batch) X(vocab) X(layers) X(n_buffers) X(ops) X(buffers) X(widths) X(caches) X(ticks) X(expanded) X(expanded_room) X(sampling)
 EXPORT const char *tc_fields(int what) {
   const char *names[] = {MATRIX_FIELDS(NAME), OP_FIELDS(NAME), SAMPLE_FIELDS(NAME), CACHE_FIELDS(NAME), CONTEXT_FIELDS(NAME)};
   return names[what];
@@ -1523,18 +1667,25 @@ static int can_make(const Op *op, const Op *next) {
 // Allocates what the ops need; the fields before `pool` are set by the caller. Returns 0, or -1 if memory is short.
 EXPORT int tc_prepare(Ctx *c) {
   int n = c->pool.threads, top = 1, ff = 1, routed = 0, dim = c->widths[0];
-  size_t widest = dim, heads = 1, value = 16, key = 16;
+  size_t widest = dim, heads = 1, value = 16, key = 16, columns = 0, matrix = 0;  // columns: values of all heads' (head_columns)
   for (int i = 0; i < c->n_buffers; i++) widest = MAX_(widest, (size_t)c->widths[i]);
   c->widest = (int)widest;
   for (int i = 0; i < c->n_ops; i++) {
     const Op *op = &c->ops[i];
     if (op->tag == ATTENTION || op->tag == LATENT_ATTENTION)
       heads = MAX_(heads, (size_t)op->heads), value = MAX_(value, (size_t)padded(op->value_dim)), key = MAX_(key, (size_t)op->key_dim);
+#if TILES || WORDS
+    if (op->tag == LATENT_ATTENTION) {
+      HeadDims d = head_dims(op);
+      value = MAX_(value, (size_t)padded(d.value)), key = MAX_(key, (size_t)(d.key + d.rotated));
+      columns = MAX_(columns, (size_t)op->heads * columns_per_head(&d) * d.latent), matrix = MAX_(matrix, (size_t)MAX_(d.key, 16) * column_pitch(&d));
+    }
+#endif
     if (op->tag == EXPERTS_DOWN) top = MAX_(top, op->top_k), ff = MAX_(ff, op->w[0].cols);
     if (op->tag == ROUTE) routed = MAX_(routed, op->w[0].rows);
   }
   size_t chunks = ((size_t)c->max_context + 15) / 16 * 16 / CHUNK + 1, vectors = MAX_(tiles_allowed || WORDS ? MOST : QUERIES, heads) + 16;
-  c->phases = piece(c, 5 * (size_t)c->n_ops, sizeof(Phase));
+  c->phases = piece(c, (5 + 2 * heads) * (size_t)c->n_ops, sizeof(Phase));
   c->segments = piece(c, 2 * (size_t)top + 5, sizeof(Segment));
   size_t units = 3 * heads + (size_t)top + 3 + (size_t)dim / 16 + 1;
   c->units = piece(c, units, sizeof(Count));
@@ -1564,9 +1715,10 @@ EXPORT int tc_prepare(Ctx *c) {
     s->experts = piece(c, top, 4), s->expert_weights = piece(c, top, 4);
     s->chances = piece(c, 2, 4 * (size_t)routed), s->groups = piece(c, 2, 4 * (size_t)routed);
     s->pairs = piece(c, c->batch, 4 * (size_t)(top + 1)), s->targets = piece(c, c->batch, sizeof(float *));
-    s->merged = piece(c, MAX_(MAX_(vectors * value, widest + 16), MAX_((size_t)dim * (routed ? EXPERT_COLUMNS : 16), 2 * (size_t)c->batch)), 4);
+    s->merged = piece(c, MAX_(MAX_(vectors * value, widest + 16), MAX_((size_t)dim * (routed ? EXPERT_COLUMNS : 16), 2 * (size_t)c->batch)) + matrix, 4);
   }
-  c->shared = new_scratch(c, (size_t)pitch_of(c->batch), MAX_(widest, (size_t)top * ff));  // panels may have empty columns
+  size_t most = (size_t)pitch_of(c->batch);  // panels may have empty columns
+  c->shared = new_scratch(c, most, MAX_(MAX_(widest, (size_t)top * ff), columns / most + 1));
   c->made = new_scratch(c, 1, widest);
   c->makes = piece(c, (size_t)c->n_ops, 1);
   for (int i = 0; i < c->n_ops && c->makes; i++) c->makes[i] = i + 1 < c->n_ops && can_make(&c->ops[i], &c->ops[i + 1]);
@@ -1586,11 +1738,16 @@ EXPORT int tc_prepare(Ctx *c) {
 }
 
 // Runs n (at most `batch`) tokens at positions pos.., through MTP if `mtp`; logits_mode 1 fills out with the last token's logits, 2
-// with everyone's.
-EXPORT void tc_forward(Ctx *c, const int32_t *ids, int n, int pos, int logits_mode, int mtp, float *out) {
+// with everyone's. Returns whether `watch` (NULL: nobody), asked every `patience` nanoseconds, has cut it short: then the tokens' rows and
+// results are garbage.
+EXPORT int tc_forward(Ctx *c, const int32_t *ids, int n, int pos, int logits_mode, int mtp, float *out, Watch watch, uint64_t patience) {
   c->ids = ids, c->tokens = n, c->pos = pos, c->logits_mode = logits_mode, c->logits_out = out;
   c->sampled = 0, c->mtp = mtp;
+  c->watch = n > 1 ? watch : NULL, c->patience = patience, c->asked = nanoseconds();
   run_tokens(c);
+  int cut = c->cut;
+  c->watch = NULL, c->cut = 0;
+  return cut;
 }
 
 // One decode step: runs n (at most STEP) tokens at positions pos.., for tc_sample to choose what follows them.

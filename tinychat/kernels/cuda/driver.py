@@ -148,7 +148,7 @@ def context(number: int | None = None) -> tuple[Found, c_void_p]:
 
 
 def start(device: str | None) -> None:
-    """Makes the context on a thread, unless another `device` is wanted or there is no driver: 0.2 s in the driver,
+    """Makes the context on a thread, unless another `device` is wanted: 0.2 to 0.4 s in the driver, where there is one,
     while this thread imports the engine and reads the header."""
     kind, _, number = (device or "cuda").partition(":")
 
@@ -156,7 +156,7 @@ def start(device: str | None) -> None:
         with contextlib.suppress(OSError, AttributeError, TinychatError):  # raised again for who needs the GPU
             context(int(number) if number else None)
 
-    if kind == "cuda" and exists():
+    if kind == "cuda":
         threading.Thread(target=make, name="CUDA driver").start()
 
 

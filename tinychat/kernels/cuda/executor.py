@@ -32,7 +32,7 @@ from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import WORDS, bias_values, breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode, depths
 from tinychat.kernels.cuda.verify import cycles, drafting, verifying
-from tinychat.kernels.executor import ExecutorKind, KeepsInPieces, Logits, Mask, StateCopy, Weights
+from tinychat.kernels.executor import ExecutorKind, KeepsInPieces, Logits, Mask, StateCopy, Watch, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
@@ -228,12 +228,13 @@ class CUDAExecutor(KeepsInPieces):
         *,
         mtp: bool = False,
         following: int | None = None,
+        watch: Watch | None = None,
     ) -> np.ndarray | None:
         """See Executor.forward. A few tokens go through the decode step one by one, more through prefill steps. What
         follows is run with them where the same kernels take one token more, but for a plan with a state, of which
         nobody could have that in front of it any more.
 
-        Returns when the device has finished.
+        Returns when the device has finished, which takes too little time for `watch`.
         """
         self._check(ids, pos)
         out, prompts = list[np.ndarray](), self._prompts[mtp]
@@ -277,11 +278,11 @@ class CUDAExecutor(KeepsInPieces):
         few = self._absorbed and pieces**2 * ROWS_OF_PIECES <= pos
         return min(ABSORBED, self.prefill_chunk) if few else self.prefill_chunk
 
-    def forward_keeping(self, ids: Sequence[int], pos: int, place: int) -> StateCopy:
+    def forward_keeping(self, ids: Sequence[int], pos: int, place: int, watch: Watch | None = None) -> StateCopy:
         """See Executor.forward_keeping. Prompts leave the state at the end of any of their chunks."""
         split, count = place - pos, len(ids)
         if split == count or split % CHUNK or count > self.prefill_chunk:
-            return super().forward_keeping(ids, pos, place)
+            return super().forward_keeping(ids, pos, place, watch)
         self._check(ids, pos)
         self._place(ids, pos, GREEDY, count, kept=split)
         self._prompts[0].step(count, pos + count)

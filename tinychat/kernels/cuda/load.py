@@ -27,7 +27,8 @@ class Upload:
         self._work = self._pieces()
         self._lock = threading.Lock()  # one thread takes a piece, or enqueues one through `staging` and `params`
         self._failure: BaseException | None = None
-        gpu.compile({t.kind: repack(t) for t in layout.tensors.values() if t.kind not in FLOATS}.values())
+        self._repacks = {t.kind: (repack(t), t) for t in layout.tensors.values() if t.kind not in FLOATS}
+        gpu.compile(launch for launch, _ in self._repacks.values())
         gpu.allocate("staging", UPLOAD_BYTES)
         gpu.allocate("params", REPACK_PARAMS)
         count = max(1, min(THREADS, (os.cpu_count() or 1) - 1, -(-self._total // UPLOAD_BYTES)))
@@ -63,7 +64,10 @@ class Upload:
         for t in self._layout.tensors.values():
             unit = GGML_QUANT_SIZES[t.kind][1] * 8  # 8 blocks share a plane's scale
             step = UPLOAD_BYTES // unit * unit
-            repacked = None if t.kind in FLOATS else self._gpu.sequence([repack(t)], few=True)
+            repacked = None
+            if t.kind not in FLOATS:
+                launch, first = self._repacks[t.kind]
+                repacked = self._gpu.sequence([launch], {first.buffer: t.buffer}, few=True)
             for at in range(0, t.file_bytes, step):
                 yield t, at, min(step, t.file_bytes - at), repacked
 

@@ -9,7 +9,7 @@ from tinygrad import Tensor, dtypes
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import CACHE_VALUE_BYTES, Experts
-from tinychat.kernels.executor import ExecutorKind, KeepsInPieces, Logits, Mask, SingleSteps, StateCopy, Weights
+from tinychat.kernels.executor import ExecutorKind, KeepsInPieces, Logits, Mask, SingleSteps, StateCopy, Watch, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile, calls_of
@@ -71,9 +71,10 @@ class ReferenceExecutor(SingleSteps, KeepsInPieces):
         *,
         mtp: bool = False,
         following: int | None = None,
+        watch: Watch | None = None,
     ) -> np.ndarray | None:
-        """See Executor.forward. What follows is not run with them. Tokens after the last whole chunk run one at a time,
-        because each length is captured separately."""
+        """See Executor.forward. What follows is not run with them; nothing is asked. Tokens after the last whole chunk
+        run one at a time, because each length is captured separately."""
         out, done, run = [], 0, self.step.run_mtp if mtp else self._run
         while done < len(ids):
             n = self.prefill_chunk if len(ids) - done >= self.prefill_chunk and not (mtp and pos + done == 0) else 1

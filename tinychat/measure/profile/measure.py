@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
@@ -13,7 +12,6 @@ from datetime import datetime
 from pathlib import Path
 
 import numpy as np
-from platformdirs import user_cache_dir
 
 from tinychat.engine.devices import OnProgress
 from tinychat.engine.engine import Engine
@@ -26,6 +24,7 @@ from tinychat.measure.bench import prompt
 from tinychat.measure.lock import machine_lock
 from tinychat.measure.profile.flags import find
 from tinychat.measure.profile.report import REST, SAMPLING, STALLS, WAITING, OpTime, Profile
+from tinychat.measure.profiles import profiles_dir
 from tinychat.measure.results import Conditions
 
 
@@ -180,22 +179,6 @@ def _commands(name: str, r: Profile, device: str) -> list[str]:
 
 
 KEPT = 50  # profiles on the disk
-
-
-def clear_profiles() -> int:
-    """Deletes every stored profile; returns the number of bytes freed."""
-    freed = 0
-    for path in profiles_dir().glob("*.json"):
-        with contextlib.suppress(OSError):
-            size = path.stat().st_size
-            path.unlink()
-            freed += size
-    return freed
-
-
-def profiles_dir() -> Path:
-    """The folder of the raw figures."""
-    return Path(user_cache_dir("tinychat", appauthor=False)) / "profiles"
 
 
 def _save(p: StepProfile, r: Profile) -> Path:
