@@ -150,20 +150,19 @@ class Transcript(VerticalScroll, can_focus=False):
 
     async def show_between(self) -> None:
         """Mounts more of the turns behind the island; they may join it with the others."""
-        await self._show_island(range(self._island.start, min(self._island.stop + MOUNTED, self._from)))
+        if self._island:
+            await self._show_island(range(self._island.start, min(self._island.stop + MOUNTED, self._from)))
 
     async def _show_island(self, turns: range) -> None:
         """Mounts those of `turns`, a range that has the island, which are not mounted yet."""
-        old = self._island or range(turns.start, turns.start)
-        self.release_anchor()
-        above = [self._make(i, False) for i in range(turns.start, old.start)]
-        await self.mount_all(above, before=self.message(old.start) if self._island else self.query_one(Between))
-        await self.mount_all(
-            [self._make(i, False) for i in range(old.stop, turns.stop)], before=self.query_one(Between)
-        )
-        self._island = turns
+        island, self._island = self._island, turns  # before anything is awaited: a second click may come meanwhile
         if turns.stop == self._from:
             self._from, self._island = turns.start, range(0)
+        self.release_anchor()
+        between, old = self.query_one(Between), island or range(turns.start, turns.start)
+        above, below = range(turns.start, old.start), range(old.stop, turns.stop)
+        await self.mount_all([self._make(i, False) for i in above], before=self.message(old.start) or between)
+        await self.mount_all([self._make(i, False) for i in below], before=between)
         self._marks()
 
     async def _leave_island(self) -> None:
