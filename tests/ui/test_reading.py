@@ -47,7 +47,7 @@ async def test_finding_text_and_new_text_below(tmp_path):
     roomy, history = replace(INFO, max_context=60000), History(tmp_path / "h.db")
     async with desk("Line.\n\n" * 9000, size=(80, 24), rate=100, info=roomy, history=history) as d:
         d.controller.open(talk(100))
-        await d.pilot.pause()
+        await d.chat.apply()
         await d.pilot.press("ctrl+f", *"needle")
         await d.until(lambda: "1 of 2" in d.screen)
         await d.until(lambda: "a needle, hm" in d.screen)
@@ -78,3 +78,17 @@ async def test_finding_text_and_new_text_below(tmp_path):
         await d.until(lambda: d.app.screen.search == "needle" and d.app.screen._chosen)
         await d.pilot.press("enter")
         await d.until(lambda: "1 of 2" in d.screen and "a needle, hm" in d.screen)
+
+
+async def test_a_hit_is_found_where_the_screen_was_moved_since_it_was_laid_out():
+    """Opened from a search, a conversation goes to its end at the time at which the hit is scrolled to."""
+    async with desk(size=(80, 24)) as d:
+        d.controller.open(talk(100))
+        await d.chat.apply()
+        await d.pilot.press("ctrl+f", *"needle")
+        await d.until(lambda: "a needle, hm" in d.screen)
+        transcript, message = d.chat.transcript, d.chat.transcript.message(3)
+        transcript.scroll_to(y=transcript.max_scroll_y, animate=False, immediate=True)
+        transcript._bring(message, message.unfolded(True), 0)
+        await d.pilot.pause()
+        assert "a needle, hm" in d.screen
