@@ -262,7 +262,7 @@ def check_verify(specs: list[str]) -> bool:
             e = load(path, 2112)
             wrong = [
                 f"{name} {drafts} drafts at {pos}"
-                for pos in ((19, 505, 2043) if e._latent else (19, 300))
+                for pos in ((19, 505, 2043) if e.plan.latent else (19, 300))
                 for name, sampling in SAMPLINGS.items()
                 for drafts in differing(e, sampling, pos)
             ]

@@ -15,14 +15,13 @@ from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.engine.stats import OVERHEAD, available_memory
-from tinychat.kernels.blocks import MLA
+from tinychat.kernels.limits import LATENT_CHUNK
 from tinychat.kernels.ops import Plan
 
 Sizes = tuple[int, Callable[[int], int]]
 """Bytes of a model's weights, and the bytes that a context of so many tokens takes."""
 
-LATENT_CHUNK = 2048  # tokens of a prompt that run together where attention is latent
-LATENT_PROMPTS = 500 << 20  # bytes that so many take on the CPU beyond OVERHEAD: activations, keys and values of heads
+LATENT_PROMPTS = 500 << 20  # bytes of LATENT_CHUNK tokens on the CPU beyond OVERHEAD: activations, keys and values
 COMFORT = 0.85  # of the available memory: above it, other programs start to swap
 
 
@@ -58,8 +57,7 @@ def fit(weight_bytes: int, context_bytes: int, context: int, available: int | No
 def context_bytes(plan: Plan, context: int) -> int:
     """Bytes of the KV cache of a context of so many tokens, of the states and of their snapshots, and of what prompts
     of latent attention take on the CPU."""
-    latent = not plan.state_bytes and any(isinstance(layer.attention, MLA) for layer in plan.layers)
-    prompts = LATENT_PROMPTS * min(context, LATENT_CHUNK) // LATENT_CHUNK if latent else 0
+    prompts = LATENT_PROMPTS * min(context, LATENT_CHUNK) // LATENT_CHUNK if plan.latent and not plan.state_bytes else 0
     return plan.kv_bytes(context) + snapshots.memory(plan) + prompts
 
 

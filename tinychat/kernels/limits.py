@@ -12,6 +12,7 @@ from tinychat.kernels.quant_types import GGML_QUANT_SIZES, GGMLQuantizationType
 from tinychat.kernels.sampling import Sampling
 
 UNLIMITED = 1 << 30
+LATENT_CHUNK = 2048  # tokens of a prompt that the CPU runs together where it makes keys and values of latent rows
 FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 
 

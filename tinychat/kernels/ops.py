@@ -431,6 +431,11 @@ class Plan:
         return tuple(layer.attention.state if layer.attention else None for layer in self.layers)
 
     @cached_property
+    def latent(self) -> tuple[MLA, ...]:
+        """The attention of the layers that keep latent rows."""
+        return tuple(layer.attention for layer in self.layers if isinstance(layer.attention, MLA))
+
+    @cached_property
     def storing(self) -> int:
         """Layers up to the last that stores cache rows or a state. Of a prompt's tokens only the last matters in those
         behind it."""

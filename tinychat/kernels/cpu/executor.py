@@ -28,7 +28,7 @@ from tinychat.kernels.cpu.library import (
 )
 from tinychat.kernels.cpu.program import build
 from tinychat.kernels.executor import ExecutorKind, KeepsInPieces, Logits, Mask, StateCopy, Watch, Weights
-from tinychat.kernels.limits import Limits, check
+from tinychat.kernels.limits import LATENT_CHUNK, Limits, check
 from tinychat.kernels.ops import (
     Attention,
     Convolve,
@@ -62,7 +62,6 @@ from tinychat.kernels.window_rows import WindowRows
 
 SHORT_CHUNK = 256  # tokens that run together
 EXPERTS_CHUNK = 512  # where experts' weights are unpacked, which costs less for each of more tokens
-LONG_CHUNK = 2048  # where keys and values of heads are made of all latent rows, for each chunk anew (expand.h)
 LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     QUANTS,
     packed_rows=1 << 27,  # 256 rows are a task of packing
@@ -70,7 +69,7 @@ LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     head_group=MAX_GROUP,
     kv_rows=1 << 27,  # 256 rows of a kv head are a task of attention
     experts=1 << 19,  # an expert is a task
-    prefill_chunk=LONG_CHUNK,
+    prefill_chunk=LATENT_CHUNK,
     verified=STEP,
     mtp=True,
 )
@@ -123,8 +122,8 @@ class CPUExecutor(KeepsInPieces):
         self._library_s = time.perf_counter() - started
         routed = any(isinstance(op, ExpertsUp) for op in plan.ops)
         chunk = EXPERTS_CHUNK if routed and self._library.unpacks else SHORT_CHUNK
-        if _latent(plan) and not plan.state_bytes and self._library.unpacks:
-            chunk = max(chunk, min(LONG_CHUNK, max_context))
+        if plan.latent and not plan.state_bytes and self._library.unpacks:
+            chunk = max(chunk, min(LATENT_CHUNK, max_context))
         self.prefill_chunk = min(chunk, self._windows.together)
         self._blocks: list[tuple[int, int]] = []  # (address, bytes) of tc_alloc
         self._ctx = self._alloc(self._library.context_bytes)
@@ -187,7 +186,7 @@ class CPUExecutor(KeepsInPieces):
         c.layers, c.n_buffers = len(plan.caches), len(widths)
         self._ops = (library.COp * len(ops))(*ops)
         c.ops = ctypes.addressof(self._ops)
-        for a in _latent(plan)[:1] if self._library.unpacks else []:
+        for a in plan.latent[:1] if self._library.unpacks else []:
             head = (self.max_context + TILE) * (a.nope + a.rope.dims + a.v_b.rows)
             room = min(self.threads, 8) * HEADS_BYTES // CACHE_VALUE_BYTES
             c.expanded_room = max(head, min(a.heads * head, room))
@@ -441,11 +440,6 @@ class CPUExecutor(KeepsInPieces):
             raise TinychatError(f"{len(ids)} tokens at position {pos} do not fit the context of {self.max_context}")
         if min(ids) < 0 or max(ids) >= self.plan.vocab:
             raise TinychatError(f"token id out of range: the vocabulary has {self.plan.vocab} entries")
-
-
-def _latent(plan: Plan) -> list[MLA]:
-    """The layers with latent attention, if any."""
-    return [layer.attention for layer in plan.layers if isinstance(layer.attention, MLA)]
 
 
 @contextmanager

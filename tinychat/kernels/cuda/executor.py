@@ -16,7 +16,7 @@ from itertools import chain
 import numpy as np
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.blocks import CACHE_VALUE_BYTES, MLA, Cache
+from tinychat.kernels.blocks import CACHE_VALUE_BYTES, Cache
 from tinychat.kernels.cuda.builder import RING, RING_DRAFTS, ROUTE_SLOTS, SLOTS, Builder
 from tinychat.kernels.cuda.device import GPU, unusable
 from tinychat.kernels.cuda.kept import KeptStates
@@ -116,7 +116,6 @@ class CUDAExecutor(KeepsInPieces):
     ) -> None:
         check(plan, LIMITS, "CUDA", max_context)
         self.plan, self.max_context = plan, max_context
-        self._latent = any(isinstance(layer.attention, MLA) for layer in plan.layers)
         layout = Layout(plan, {name: weights.size(name) for name in {w.tensor for w in plan.weights}})
         self.gpu = gpu = GPU(number)
         self._windows = WindowRows(plan, max_context)
@@ -238,7 +237,7 @@ class CUDAExecutor(KeepsInPieces):
         """
         self._check(ids, pos)
         out, prompts = list[np.ndarray](), self._prompts[mtp]
-        few = 0 if mtp else FEW + (pos // ROWS_OF_STEP if self._latent and not self._absorbed else 0)
+        few = 0 if mtp else FEW + (pos // ROWS_OF_STEP if self.plan.latent and not self._absorbed else 0)
         size = 1 if len(ids) <= few else self._together(len(ids), pos)
         if size > 1 and logits == "all":
             size = min(ROWS_OF_LOGITS, size)
