@@ -57,9 +57,9 @@ DEVICE void run(Args a) {
                 MADE = LATENT ? 0 : WARPS * KEY_DIM;  // floats: of a chunk; of heads in the making
   float *ss = (float *)(ps + ROWS * PP), *row_max = ss + (SCORES > MADE ? SCORES : MADE), *row_sum = row_max + ROWS,
         *row_scale = row_sum + ROWS;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.x,
-            kv_head = COLUMNS == 1 ? blockIdx.z : blockIdx.z % KV_HEADS, first_row = blockIdx.y * ROWS;
-  const int column = COLUMNS == 1 ? 0 : blockIdx.z / KV_HEADS, known = a.state[POS], pos = known + column,
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = COLUMNS == 1 ? blockIdx.x : blockIdx.z,
+            kv_head = COLUMNS == 1 ? blockIdx.z : blockIdx.x % KV_HEADS, first_row = blockIdx.y * ROWS;
+  const int column = COLUMNS == 1 ? 0 : blockIdx.x / KV_HEADS, known = a.state[POS], pos = known + column,
             base = WINDOW ? a.state[BASE] : 0;
   if (COLUMNS > 1 && column >= a.state[COUNT]) return;
   a.partial += (u64)column * SPLITS * HEADS * VALUE_DIM;

@@ -26,12 +26,11 @@ template <int C> DEVICE void tiled(const Args &a) {
   tiles.begin(pool, a.gate, a.up, blockIdx.x, BLOCKS);
   grid_wait();
   const Quantised input{a.x_q, a.x_s};
-  tiles.begin(input);
+  tiles.begin(input, blockIdx.x);
   const auto put = results<OUT_QUANTISED, Gate::ROWS, C>(a, values, 0);
   tiles.run(
-      input,
-      [&](int column, int row, float gate, float up) {
-        const float norm = NORMED ? a.norms[column] : 1;
+      input, [&](int column, int) { return NORMED ? a.norms[column] : 1.f; },
+      [&](int column, int row, float gate, float up, float norm) {
         put(column, row, activated<Activation>(mul_rn(gate, norm), mul_rn(up, norm)));
       },
       [&](int row) { put.finish(row); }, blockIdx.x);

@@ -53,6 +53,8 @@ LINEAR_THREADS = 256
 # stages for so few rows, which is cheaper than a kernel that does, or for so many that STREAMS blocks of each
 # multiprocessor take them in turns.
 FEW_COLUMNS = 2
+ONE_FROM = 1
+SPLITS_LAST = True
 STAGED_ROWS = 2048
 STREAMED_ROWS, STREAMS = 65536, 3
 EXPERTS_COLUMNS, EXPERTS_SHARED = 4, 48 << 10  # a block of the experts' kernels: at most; bytes of their activations
@@ -168,7 +170,7 @@ def linear(
     wide = norm and rows <= most and all(t.split == 1 for t in spreads.values())
     if wide and rows > WIDE_ROWS:
         spreads = {w: replace(t, rows_per_lane=WIDE_MOST, depth=min(t.depth, WIDE_DEPTH)) for w, t in spreads.items()}
-    one = wide or not few_registers or b.columns > 1  # block a multiprocessor
+    one = wide or not few_registers or b.columns > ONE_FROM  # block a multiprocessor
     threads = WIDE_THREADS if wide else LINEAR_THREADS
     grid, tiles = {w: t.blocks(w.rows, threads // 32) for w, t in spreads.items()}, None
     if streamed and not tiled:  # blocks of one wave, which stage their input once
@@ -577,6 +579,8 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
     window = f"_{shape.window}" if shape.window else ""
     name = f"attention_{a.heads}_{kv_heads}_{key_dim}{window}{'_deep' if deep else ''}"
     grid = (splits(a, deep), -(-group // rows), b.columns * kv_heads)
+    if SPLITS_LAST and b.columns > 1:
+        grid = grid[::-1]
     return kernel(
         name,
         "attention.cu",

@@ -29,10 +29,19 @@ template <int I, class P> DEVICE void tiled(const Args &a, const Shared &sh, int
   tiles.begin(sh.q, a.w[I], nullptr, b, P::GRID_BLOCKS);
   grid_wait();
   const Quantised input{a.src_q, a.src_s};
-  tiles.begin(input);
+  tiles.begin(input, b);
   const auto out = put<P>(a.dst[I], a.bias[I]);
+  static_assert(!NORMED || !ADD, "one of them is known");
   tiles.run(
-      input, [&](int column, int row, float x, float) { out(column, row, NORMED ? mul_rn(x, a.norms[column]) : x); },
+      input,
+      [&](int column, int row) {
+        if constexpr (ADD) return out.before(column, row);
+        else return NORMED ? a.norms[column] : 1.f;
+      },
+      [&](int column, int row, float x, float, float known) {
+        if constexpr (ADD) out(column, row, x, known);
+        else out(column, row, NORMED ? mul_rn(x, known) : x);
+      },
       [](int) {}, b);
 }
 

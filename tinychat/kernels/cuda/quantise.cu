@@ -12,6 +12,7 @@ struct Args {
 };
 
 DEVICE void run(const Args &a) {
+  grid_launch();
   __shared__ float red[32];
   const int column = blockIdx.x;
   const Shared to{a.dst_q + column, a.dst_s + column, nullptr, red};

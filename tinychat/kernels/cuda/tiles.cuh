@@ -225,41 +225,88 @@ template <class A, class B, class S, int C, int UNIT, bool PAIR> struct Tiles {
     SpanA::copy(stage(i), a, c.tile * R, c.span * SPAN);
     if constexpr (PAIR) SpanB::copy(stage(i) + SpanA::BYTES, b, c.tile * R, c.span * SPAN);
   }
-  // `all` blocks of every column from `first` on; the scales behind SIZE blocks.
-  template <int SIZE> DEVICE void input(const Quantised &src, V4 *q, int first, int all) const {
-    u8 *s = (u8 *)(q + SIZE * C * 2);
-    for (int j = threadIdx.x; j < all * C * 2; j += THREADS) copy_async(q + j, src.q + first * C * 2 + j, true);
-    for (int j = threadIdx.x * 16; j < all * C * 8; j += THREADS * 16)
-      copy_async(s + j, (const u8 *)(src.s + first * C) + j, true);
-  }
+  // A thread's vectors of SIZE blocks of every column, `all` of them from `first` on: codes, and behind SIZE blocks of
+  // them scales.
+  template <int SIZE> struct Input {
+    static constexpr int CODES = SIZE * C * 2, ALL = CODES + SIZE * C / 2, EACH = (ALL + THREADS - 1) / THREADS;
+    static_assert(SIZE * C % 2 == 0, "scales in vectors");
+    template <class Copy> static DEVICE void each(const Quantised &src, int first, int all, const Copy &copy) {
+      const V4 *q = src.q + first * C * 2, *s = (const V4 *)(src.s + first * C);
+#pragma unroll
+      for (int i = 0; i < EACH; i++) {
+        const int at = threadIdx.x + i * THREADS;
+        const bool code = (i + 1) * THREADS <= CODES || (i * THREADS < CODES && at < CODES);
+        const int in = code ? at : at - CODES;
+        if (KB % SIZE == 0 ? (i + 1) * THREADS <= ALL || at < ALL : in < (code ? all * C * 2 : all * C / 2))
+          copy(i, at, code ? q + in : s + in);
+      }
+    }
+  };
   DEVICE void input(const Quantised &src, const Cursor &c, int i) const {
-    if (c.tile < ALL) input<SPAN>(src, (V4 *)(stage(i) + INPUT_AT), c.span * SPAN, SpanA::blocks_of(c.span * SPAN));
+    if (c.tile >= ALL) return;
+    V4 *to = (V4 *)(stage(i) + INPUT_AT);
+    Input<SPAN>::each(src, c.span * SPAN, SpanA::blocks_of(c.span * SPAN),
+        [&](int, int at, const V4 *from) { copy_async(to + at, from, true); });
   }
-  // The first stages are on their way. `block` of `blocks`.
+  // The weights of the first stages are on their way. `block` of `blocks`.
   DEVICE void begin(V4 *shared, const u8 *wa, const u8 *wb, int block, int blocks) {
     pool = (u8 *)shared;
     a = wa;
     b = wb;
     ahead = Cursor{block * UNIT, 0, blocks};
-    Cursor c = ahead;
-    for (int i = 0; i < STAGES - 1; i++) {
-      weights(c, i);
-      c.next();
+#pragma unroll
+    for (int i = 0; i < FIRST; i++) more(i);
+  }
+  static constexpr int FIRST = STAGES - 1;
+  DEVICE void more(int i) {
+    weights(ahead, i);
+    copy_commit();
+    ahead.next();
+  }
+  // Behind grid_wait(). Through registers: copies in the background would come behind all weights that are on the way.
+  DEVICE void begin(const Quantised &src, int block) {
+    using In = Input<STREAM ? SPAN : KB>;
+    constexpr int TIMES = STREAM ? STAGES - 1 : 1, AT_ONCE = In::EACH > 8 ? 1 : 8 / In::EACH;
+    Cursor c{block * UNIT, 0, ahead.blocks};
+#pragma unroll
+    for (int first = 0; first < TIMES; first += AT_ONCE) {
+      V4 v[AT_ONCE][In::EACH];
+      Cursor loaded = c;
+#pragma unroll
+      for (int n = 0; n < AT_ONCE && first + n < TIMES; n++, loaded.next())
+        if (loaded.tile < ALL)
+          In::each(src, loaded.span * SPAN, STREAM ? SpanA::blocks_of(loaded.span * SPAN) : KB,
+              [&](int i, int, const V4 *from) { v[n][i] = *from; });
+      if (first == 0)
+#pragma unroll
+        for (int i = FIRST; i < STAGES - 1; i++) more(i);
+#pragma unroll
+      for (int n = 0; n < AT_ONCE && first + n < TIMES; n++, c.next()) {
+        V4 *to = (V4 *)(STREAM ? stage(first + n) + INPUT_AT : pool);
+        if (c.tile < ALL)
+          In::each(src, c.span * SPAN, STREAM ? SpanA::blocks_of(c.span * SPAN) : KB,
+              [&](int i, int at, const V4 *) { to[at] = v[n][i]; });
+      }
     }
   }
-  DEVICE void begin(const Quantised &src) {  // behind grid_wait()
-    if (!STREAM) input<KB>(src, (V4 *)pool, 0, KB);
-    for (int i = 0; i < STAGES - 1; i++) {
-      if (STREAM) input(src, ahead, i);
-      copy_commit();
-      ahead.next();
+  static constexpr int OUT = 16 * TILE * GROUPS, EACH = (OUT * C + THREADS - 1) / THREADS;  // results: of a tile, a thread
+  // use(number, column, row of the matrix, row of the tile) for each of a thread's results.
+  template <class Use> static DEVICE void results(int tile, const Use &use) {
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+      const int i = threadIdx.x + n * THREADS, row = tile * R + i % OUT;
+      if (((n + 1) * THREADS <= OUT * C || i < OUT * C) && row < ROWS) use(n, i / OUT, row, i % OUT);
     }
   }
-  // put(column, row, sums of the row of A and B); done(first row) behind each unit.
-  template <class Put, class Done> DEVICE void run(const Quantised &src, const Put &put, const Done &done, int block) {
+  // put(column, row, sums of the row of A and B, known(column, row)), the last of which is loaded ahead; done(first
+  // row) behind each unit.
+  template <class Known, class Put, class Done>
+  DEVICE void run(const Quantised &src, const Known &known, const Put &put, const Done &done, int block) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (Cursor at{block * UNIT, 0, ahead.blocks}; at.tile < ALL;) {
-      float sums[MINE][M][N][2 * OWN] = {};
+      float sums[MINE][M][N][2 * OWN] = {}, before[EACH];
+      results(at.tile, [&](int n, int column, int row, int) { before[n] = known(column, row); });
+#pragma unroll 1
       for (int s = 0; s < SPANS; s++) {
         copy_wait<STAGES - 2>();
         __syncthreads();
@@ -273,13 +320,9 @@ template <class A, class B, class S, int C, int UNIT, bool PAIR> struct Tiles {
       }
       store(sums, warp, lane);
       __syncthreads();
-      constexpr int OUT = 16 * TILE * GROUPS;
-      for (int i = threadIdx.x; i < OUT * C; i += THREADS) {
-        const int r = i % OUT, column = i / OUT, row = at.tile * R + r;
-        const float x = sum(r, column);
-        const float y = PAIR ? sum(OUT + r, column) : 0;
-        if (row < ROWS) put(column, row, x, y);
-      }
+      results(at.tile, [&](int n, int column, int row, int r) {
+        put(column, row, sum(r, column), PAIR ? sum(OUT + r, column) : 0, before[n]);
+      });
       const bool last = at.tile % UNIT == UNIT - 1;
       const int first = at.tile / UNIT * UNIT * R;
       for (int s = 0; s < SPANS; s++) at.next();
