@@ -45,7 +45,11 @@ DEVICE float sink_of(const Args &a, int head) { return a.sinks[head] * 1.4426950
 
 DEVICE float open(const Args &a, int i) { return GATED ? sigmoid(a.gate[i]) : 1.f; }
 
-DEVICE void run(Args a) {
+// The keys of a split, for a query at position `pos`; where WINDOW fewer.
+DEVICE int split_keys(int pos) { return keys_per_split(pos + 1, SPLITS, CHUNK_KEYS); }
+
+// `count` columns from `column` on, whose splits begin at the same keys.
+DEVICE void attend(Args a, int column, int count) {
   constexpr int GROUP = HEADS / KV_HEADS, ROWS = 16 * ROW_TILES, KP = KEY_DIM + 8, VP = LATENT ? KP : VALUE_DIM + 8,
                 PP = CHUNK_KEYS + 8, SP = CHUNK_KEYS + 4, WARPS = THREADS / 32;
   constexpr int TILES = ROW_TILES * CHUNK_KEYS / 16, STEPS = KEY_DIM / 16, NT = (VALUE_DIM / 8 + WARPS - 1) / WARPS;
@@ -59,9 +63,7 @@ DEVICE void run(Args a) {
         *row_scale = row_sum + ROWS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = COLUMNS == 1 ? blockIdx.x : blockIdx.z,
             kv_head = COLUMNS == 1 ? blockIdx.z : blockIdx.x % KV_HEADS, first_row = blockIdx.y * ROWS;
-  const int column = COLUMNS == 1 ? 0 : blockIdx.x / KV_HEADS, known = a.state[POS], pos = known + column,
-            base = WINDOW ? a.state[BASE] : 0;
-  if (COLUMNS > 1 && column >= a.state[COUNT]) return;
+  const int known = a.state[POS], pos = known + column, base = WINDOW ? a.state[BASE] : 0;
   a.partial += (u64)column * SPLITS * HEADS * VALUE_DIM;
   a.ml += column * SPLITS * HEADS;
   a.tickets += column * KV_HEADS;
@@ -69,12 +71,14 @@ DEVICE void run(Args a) {
   else a.q += column * HEADS * KEY_DIM;
   a.out += column * HEADS * VALUE_DIM;
   if (GATED) a.gate += column * HEADS * VALUE_DIM;
-  const int last_row = min(first_row + ROWS, GROUP) - 1;
+  const int last_row = min(first_row + ROWS, GROUP * count) - 1;
   if (last_row < first_row) return;
   const int all = pos + last_row / GROUP + 1, unseen = WINDOW ? max(all - WINDOW, 0) : 0, keys = all - unseen,
             per = keys_per_split(keys, SPLITS, CHUNK_KEYS), begin = unseen + split * per, end = min(begin + per, all);
   if (begin >= end) return;
-  const int chunks = (end - begin + CHUNK_KEYS - 1) / CHUNK_KEYS, active = (keys + per - 1) / per;
+  const int chunks = (end - begin + CHUNK_KEYS - 1) / CHUNK_KEYS;
+  // Of column number c of the block: the splits that have keys.
+  const auto active = [&](int c) { return ((TOGETHER == 1 ? keys : pos + c + 1) + per - 1) / per; };
 
   // Chunk c: rows that are in the cache, and zeros behind the last, in the background: they need no waiting.
   constexpr int KV = KEY_DIM / 8;
@@ -97,8 +101,8 @@ DEVICE void run(Args a) {
   };
   auto item = [&](int i, int c) {
     const int n = c ? 0 : queries, first = max(begin + c * CHUNK_KEYS, earlier);
-    return Item{i < n, i >= n && (i - n) % 2, i < n ? kv_head * GROUP + first_row + i : kv_head,
-        i < n ? pos : first + (i - n) / 2};
+    return Item{i < n, i >= n && (i - n) % 2, i < n ? kv_head * GROUP + (TOGETHER == 1 ? first_row + i : i % GROUP) : kv_head,
+        i < n ? pos + (TOGETHER == 1 ? 0 : i / GROUP) : first + (i - n) / 2};
   };
   auto items = [&](int c) {
     const int first = begin + c * CHUNK_KEYS, added = min(first + CHUNK_KEYS, end) - max(first, earlier);
@@ -111,9 +115,10 @@ DEVICE void run(Args a) {
   };
   auto make = [&](const Item &m, int c) {
     const int t = m.key - known, row = c % STAGES * CHUNK_KEYS + m.key - begin - c * CHUNK_KEYS;
-    const bool stored = !m.query && t == column && blockIdx.y == 0;
+    const bool stored = !m.query && t >= column && t < column + count && blockIdx.y == 0;
+    const int of = TOGETHER == 1 ? 0 : m.key - pos;  // the query's column
     const u64 at = (u64)(m.key - base) * KV_HEADS + kv_head;
-    u16 *to = m.query ? qs + (m.head - kv_head * GROUP - first_row) * KP : m.value ? vs + row * VP : ks + row * KP;
+    u16 *to = m.query ? qs + (of * GROUP + m.head - kv_head * GROUP - first_row) * KP : m.value ? vs + row * VP : ks + row * KP;
     u16 *kept = m.value ? a.v_cache + at * VALUE_DIM : a.k_cache + at * KEY_DIM;
     const auto put = [&](int i, float y) {
       const u16 h = float_to_half(m.query ? y * QUERY_SCALE : y);
@@ -123,7 +128,7 @@ DEVICE void run(Args a) {
     if (m.value) value_head(a.v + (t * KV_HEADS + kv_head) * VALUE_DIM, put);
     else
       rotated.run(
-          m.query ? a.q : a.k + t * KV_HEADS * KEY_DIM, m.query ? HEADS : KV_HEADS, m.head, ss + warp * KEY_DIM, put);
+          m.query ? a.q + of * HEADS * KEY_DIM : a.k + t * KV_HEADS * KEY_DIM, m.query ? HEADS : KV_HEADS, m.head, ss + warp * KEY_DIM, put);
   };
   auto finish = [&](int c) {
     if constexpr (LATENT) {
@@ -283,68 +288,76 @@ DEVICE void run(Args a) {
     }
     __syncthreads();
   }
-  const bool finished = !LATENT && active == 1;
+  const auto finished = [&](int c) { return !LATENT && active(c) == 1; };
   float *values = (float *)ks;  // of the group's heads, before they are quantised
-  // Results from value 4 * `at` of the column on, by all lanes of a warp.
-  const auto put_codes = [&](int at, F4 v) {
-    stage_codes<HEADS * VALUE_DIM, tiled_of(COLUMNS)>(Shared{a.dst_q, a.dst_s, nullptr, nullptr}, column, at, v);
+  constexpr int OUT = GROUP * VALUE_DIM;  // values of a column
+  // Results of column c from value 4 * `at` on, by all lanes of a warp.
+  const auto put_codes = [&](int c, int at, F4 v) {
+    stage_codes<HEADS * VALUE_DIM, tiled_of(COLUMNS)>(Shared{a.dst_q, a.dst_s, nullptr, nullptr}, column + c, at, v);
   };
 #pragma unroll
   for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
-      const int r = m * 16 + lane / 4 + i / 2 * 8, row = first_row + r;
-      if (row > last_row) continue;
+      const int r = m * 16 + lane / 4 + i / 2 * 8, row = first_row + r, c = TOGETHER == 1 ? 0 : row / GROUP;
+      if (row > last_row || (TOGETHER > 1 && split >= active(c))) continue;
       const int head = kv_head * GROUP + row % GROUP;
       float sum = row_sum[r];
       if constexpr (SINKS)
-        if (finished) sum += exp2_fast(sink_of(a, head) - row_max[r]);
+        if (finished(c)) sum += exp2_fast(sink_of(a, head) - row_max[r]);
       const float f = 1.f / sum;
 #pragma unroll
       for (int n = 0; n < NT; n++)
         if (VALUE_DIM / 8 % WARPS == 0 || warp * NT + n < VALUE_DIM / 8) {
           const int col = (warp * NT + n) * 8 + lane % 4 * 2;
           const F2 v = {o[m][n][i] * f, o[m][n][i + 1] * f};
-          const int at = head * VALUE_DIM + col;
-          if (finished)
+          const int at = (c * HEADS + head) * VALUE_DIM + col;
+          if (finished(c))
             *(F2 *)(OUT_QUANTISED ? values + row * VALUE_DIM + col : a.out + at) =
                 F2{v.x * open(a, at), v.y * open(a, at + 1)};
           else
-            *(u32 *)(a.partial + ((u64)split * HEADS + head) * VALUE_DIM + col) =
+            *(u32 *)(a.partial + ((u64)(c * SPLITS + split) * HEADS + head) * VALUE_DIM + col) =
                 (u32)float_to_half(v.x) | (u32)float_to_half(v.y) << 16;
         }
-      if (!finished && warp == 0 && lane % 4 == 0) a.ml[split * HEADS + head] = F2{row_max[r], row_sum[r]};
+      if (!finished(c) && warp == 0 && lane % 4 == 0)
+        a.ml[(c * SPLITS + split) * HEADS + head] = F2{row_max[r], row_sum[r]};
     }
+  int done = 0;  // columns that are finished, the first ones
+  while (done < count && finished(done)) done++;
   if constexpr (OUT_QUANTISED)
-    if (finished) {
+    if (done) {
       __syncthreads();
 #pragma unroll
-      for (int n = 0; n < GROUP * VALUE_DIM / 4; n += THREADS)
-        if (const int i = n + threadIdx.x; i < GROUP * VALUE_DIM / 4)
-          put_codes(kv_head * GROUP * VALUE_DIM / 4 + i, load4(values + 4 * i));
+      for (int n = 0; n < TOGETHER * OUT / 4; n += THREADS)
+        if (const int i = n + threadIdx.x; i < done * OUT / 4)
+          put_codes(i / (OUT / 4), kv_head * OUT / 4 + i % (OUT / 4), load4(values + 4 * i));
     }
-  if (LATENT || finished) return;
-  // The last block of this kv head combines the splits of its GROUP heads.
-  __shared__ int last;
+  if (LATENT || done == count) return;
+  // The last block of this kv head and column combines the splits of its GROUP heads.
+  __shared__ int last[TOGETHER];
   __syncthreads();
-  if (threadIdx.x == 0) {  // for all threads: a fence of each takes as many times as long
+  if (const int c = threadIdx.x; c < TOGETHER) {  // for all threads: a fence of each takes as many times as long
     fence();
-    last = atomicAdd(&a.tickets[kv_head], 1) == active - 1;
+    last[c] = c >= done && c < count && split < active(c) &&
+        atomicAdd(&a.tickets[c * KV_HEADS + kv_head], 1) == active(c) - 1;
+    if (last[c]) a.tickets[c * KV_HEADS + kv_head] = 0;
     fence();
   }
   __syncthreads();
-  if (!last) return;
-  if (threadIdx.x == 0) a.tickets[kv_head] = 0;
-  for (int h = warp; h < GROUP; h += WARPS)
-    combine_weights<SPLITS>(ss + h * SPLITS, a.ml + kv_head * GROUP + h, HEADS, active, lane,
-        SINKS ? sink_of(a, kv_head * GROUP + h) : -INFINITY);
+  for (int i = warp; i < GROUP * count; i += WARPS) {
+    const int c = i / GROUP, head = kv_head * GROUP + i % GROUP;
+    if (last[c])
+      combine_weights<SPLITS>(ss + i * SPLITS, a.ml + c * SPLITS * HEADS + head, HEADS, active(c), lane,
+          SINKS ? sink_of(a, head) : -INFINITY);
+  }
   __syncthreads();
-  for (int i = threadIdx.x; i < GROUP * VALUE_DIM / 4; i += THREADS) {
-    const int h = i / (VALUE_DIM / 4);
-    const u16 *from = a.partial + (u64)kv_head * GROUP * VALUE_DIM + i * 4;
+  for (int i = threadIdx.x; i < count * OUT / 4; i += THREADS) {
+    const int c = i / (OUT / 4), h = i / (VALUE_DIM / 4), at = kv_head * OUT + i % (OUT / 4) * 4;
+    if (!last[c]) continue;
+    const u16 *from = a.partial + (u64)c * SPLITS * HEADS * VALUE_DIM + at;
     F4 sum = {0, 0, 0, 0};
 #pragma unroll 8
-    for (int s = 0; s < active; s++) {
+    for (int s = 0; s < active(c); s++) {
       const V2 v = *(const V2 *)(from + (u64)s * HEADS * VALUE_DIM);
       const float w = ss[h * SPLITS + s];
       sum.x += w * half_to_float(v.x);
@@ -352,9 +365,21 @@ DEVICE void run(Args a) {
       sum.z += w * half_to_float(v.y);
       sum.w += w * half_to_float(v.y >> 16);
     }
-    const int at = kv_head * GROUP * VALUE_DIM + i * 4;
-    const F4 v = {sum.x * open(a, at), sum.y * open(a, at + 1), sum.z * open(a, at + 2), sum.w * open(a, at + 3)};
-    if constexpr (OUT_QUANTISED) put_codes(at / 4, v);
-    else *(F4 *)(a.out + at) = v;
+    const int of = c * HEADS * VALUE_DIM + at;
+    const F4 v = {sum.x * open(a, of), sum.y * open(a, of + 1), sum.z * open(a, of + 2), sum.w * open(a, of + 3)};
+    if constexpr (OUT_QUANTISED) put_codes(c, at / 4, v);
+    else *(F4 *)(a.out + of) = v;
+  }
+}
+
+DEVICE void run(const Args &a) {
+  if constexpr (COLUMNS == 1) return attend(a, 0, 1);
+  const int first = blockIdx.x / KV_HEADS * TOGETHER, pos = a.state[POS], end = min(first + TOGETHER, a.state[COUNT]);
+  for (int column = first; column < end;) {
+    int count = end - column;
+    while (TOGETHER > 1 && split_keys(pos + column + count - 1) != split_keys(pos + column)) count--;
+    attend(a, column, count);
+    column += count;
+    if (TOGETHER > 1) __syncthreads();
   }
 }
