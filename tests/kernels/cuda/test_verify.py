@@ -59,6 +59,22 @@ def test_bits_of_single_steps(
         np.testing.assert_array_equal(got, np.concatenate(logits[-together:]).ravel())  # type: ignore[arg-type]
 
 
+def test_columns_with_other_splits_of_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of one block of attention: the first ones have all keys in one split, or splits of fewer keys."""
+    monkeypatch.setattr("tinychat.kernels.cuda.launches.SPLITS", 2)
+    wide = {"dim": 512, "heads": 8, "layers": 1, "ffn": 64, "head_dim": 64}  # heads as int8 blocks
+    monkeypatch.setitem(tiny.VARIANTS, "llama", replace(tiny.VARIANTS["llama"], **wide))
+    ids = np.random.default_rng(3).integers(0, tiny.VOCAB, 132).tolist()
+    with opened(tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"), "cuda", context=132) as ex:
+        assert isinstance(ex, CUDAExecutor)
+        for at in (61, 126):
+            ex.forward(ids[:at], 0)
+            logits = [ex.forward([token], i, "last") for i, token in enumerate(ids[at : at + 4], at)]
+            list(ex.verify(ids[at], ids[at + 1 : at + 4], at, SAMPLINGS["greedy"], ids[: at + 1]))
+            got = ex.gpu.download("logits", 16 * ex.plan.vocab).view(np.float32)
+            np.testing.assert_array_equal(got, np.concatenate(logits).ravel())  # type: ignore[arg-type]
+
+
 def test_steps_with_masks_and_steps_enqueued_ahead(tmp_path: Path) -> None:
     """Whatever the next call is, it gets what it asks for."""
     with opened(tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"), "cuda") as ex:

@@ -325,7 +325,7 @@ DEVICE void attend(Args a, int column, int count) {
   int done = 0;  // columns that are finished, the first ones
   while (done < count && finished(done)) done++;
   if constexpr (OUT_QUANTISED)
-    if (done) {
+    if (done && split == 0) {
       __syncthreads();
 #pragma unroll
       for (int n = 0; n < TOGETHER * OUT / 4; n += THREADS)
