@@ -35,7 +35,7 @@ def test_bits_of_single_steps(
     """With a padded column, several tiles for a block and heads as int8 blocks; with experts, in clusters of blocks,
     from which the step comes to the other kernels."""
     monkeypatch.setattr("tinychat.kernels.cuda.step.NEAR", near)
-    monkeypatch.setattr("tinychat.kernels.cuda.tiles.MULTIPROCESSORS", 4)
+    monkeypatch.setattr("tinychat.kernels.cuda.tiles.MULTIPROCESSORS", 5)  # halves of int8 blocks
     monkeypatch.setattr("tinychat.kernels.cuda.launches.MULTIPROCESSORS", 4)
     monkeypatch.setattr("tinychat.kernels.cuda.launches.STREAMED_ROWS", tiny.VOCAB)
     own = {"dim": 1024, "layers": 1, "ffn": 768, "head_dim": 64} if variant == "llama" else {"layers": 2}

@@ -52,7 +52,7 @@ PAUSE = 5e-5  # seconds
 EMPTY = 2**64 - 1  # a ring slot nothing was written to
 # Buffers of zeros at first: attention's counts; what is read beside what was written, though not used: experts' tiles
 # before they are counted, free places of lists, what is above the diagonal of triangular matrices.
-ZEROS = ("tickets", "tiles", "candidates", "solve", "mixing")
+ZEROS = ("tickets", "half_tickets", "tiles", "candidates", "solve", "mixing")
 LIMITS = Limits(
     frozenset(QUANTS),
     float_multiple=8,

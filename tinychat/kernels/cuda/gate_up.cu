@@ -15,15 +15,38 @@ struct Args {
   const u8 *gate = nullptr;
   const u8 *up = nullptr;
   const int *state = nullptr;
+  float *halves = nullptr;  // (rows / 32, columns, 32): results of int8 blocks that two thread blocks make
+  int *tickets = nullptr;   // (rows / 32): those that have made their half
 };
+
+// Half of an int8 block's rows, from `row` on, are made: the thread block that comes second quantises.
+template <int C, class Put> DEVICE void finish_half(const Args &a, const Put &put, float *values, int row) {
+  __shared__ bool second;
+  const int unit = row / 32, i = threadIdx.x, at = i / 16 * 32 + i % 16, mine = row % 32;
+  volatile float *halves = a.halves + unit * 32 * C;
+  __syncthreads();
+  if (i < 16 * C) halves[at + mine] = values[at + mine];
+  __syncthreads();
+  if (i == 0) {
+    fence();
+    second = atomicAdd(&a.tickets[unit], 1) == 1;
+    if (second) a.tickets[unit] = 0;
+    fence();
+  }
+  __syncthreads();
+  if (!second) return;
+  if (i < 16 * C) values[at + 16 - mine] = halves[at + 16 - mine];
+  put.finish(row - mine);
+}
 
 // The C columns of a verify step.
 template <int C> DEVICE void tiled(const Args &a) {
   DYNAMIC_SHARED(pool);
   __shared__ float values[32 * C];
   constexpr int CLASSES = Spread::LANES * Spread::SPLIT, GROUPS = CLASSES < WARPS ? WARPS / CLASSES : 1;
-  Tiles<Gate, Up, Spread, C, OUT_QUANTISED && TILE * GROUPS == 1 ? 2 : 1, true> tiles;
-  tiles.begin(pool, a.gate, a.up, blockIdx.x, BLOCKS);
+  constexpr int UNIT = OUT_QUANTISED && TILE * GROUPS == 1 ? 2 : 1;
+  Tiles<Gate, Up, Spread, C, UNIT, true, BLOCKS> tiles;
+  tiles.begin(pool, a.gate, a.up, blockIdx.x);
   grid_wait();
   const Quantised input{a.x_q, a.x_s};
   tiles.begin(input, blockIdx.x);
@@ -33,7 +56,11 @@ template <int C> DEVICE void tiled(const Args &a) {
       [&](int column, int row, float gate, float up, float norm) {
         put(column, row, activated<Activation>(mul_rn(gate, norm), mul_rn(up, norm)));
       },
-      [&](int row) { put.finish(row); }, blockIdx.x);
+      [&](int row, bool half) {
+        if (UNIT == 2 && half) finish_half<C>(a, put, values, row);
+        else put.finish(row / 32 * 32);
+      },
+      blockIdx.x);
 }
 
 DEVICE void run(const Args &a) {

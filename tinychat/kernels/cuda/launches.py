@@ -53,7 +53,6 @@ LINEAR_THREADS = 256
 # stages for so few rows, which is cheaper than a kernel that does, or for so many that STREAMS blocks of each
 # multiprocessor take them in turns.
 FEW_COLUMNS = 2
-ONE_FROM = 1
 SPLITS_LAST = True
 ATTEND_TOGETHER = True
 STAGED_ROWS = 2048
@@ -74,7 +73,8 @@ def quantise(b: Builder, x: Activations, norm: Weight | None, eps: float, thread
     shape = QuantiseConstants(x.size, norm is not None, eps, columns=b.columns)
     buffers = {"src": b.act(x.name), "gain": b.data(norm), **names, "norms": b.buffer("norms", 4 * b.columns)}
     name = f"quantise_{x.size}"
-    return kernel(name, "quantise.cu", shape, buffers, (b.columns, 1, 1), "norm", threads=threads), out
+    grid = (b.columns, -(-x.size // (4 * threads)) + (norm is not None), 1)
+    return kernel(name, "quantise.cu", shape, buffers, grid, "norm", threads=threads), out
 
 
 def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tuple[Launch, Activations]:
@@ -113,6 +113,9 @@ def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tup
         ring_shared=shared if tiles else 0,
         columns=b.columns,
     )
+    if tiles and ffn.quantised:
+        units = w.ff // QUANTISED_ROWS
+        source |= {"halves": b.buffer("halves", 4 * w.ff * b.columns), "tickets": b.buffer("half_tickets", 4 * units)}
     buffers = {
         "x": b.act("x"),
         **source,
@@ -171,7 +174,7 @@ def linear(
     wide = norm and rows <= most and all(t.split == 1 for t in spreads.values())
     if wide and rows > WIDE_ROWS:
         spreads = {w: replace(t, rows_per_lane=WIDE_MOST, depth=min(t.depth, WIDE_DEPTH)) for w, t in spreads.items()}
-    one = wide or not few_registers or b.columns > ONE_FROM  # block a multiprocessor
+    one = wide or not few_registers  # block a multiprocessor
     threads = WIDE_THREADS if wide else LINEAR_THREADS
     grid, tiles = {w: t.blocks(w.rows, threads // 32) for w, t in spreads.items()}, None
     if streamed and not tiled:  # blocks of one wave, which stage their input once

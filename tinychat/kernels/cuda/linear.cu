@@ -25,8 +25,8 @@ constexpr bool STAGE_FLOATS = FLOATING && NORMED;  // else floating-point matric
 // Matrix I times the columns of a verify step.
 template <int I, class P> DEVICE void tiled(const Args &a, const Shared &sh, int b) {
   using W = typename P::Weight;
-  Tiles<W, W, typename P::Spread, COLUMNS, 1, false> tiles;
-  tiles.begin(sh.q, a.w[I], nullptr, b, P::GRID_BLOCKS);
+  Tiles<W, W, typename P::Spread, COLUMNS, 1, false, P::GRID_BLOCKS> tiles;
+  tiles.begin(sh.q, a.w[I], nullptr, b);
   grid_wait();
   const Quantised input{a.src_q, a.src_s};
   tiles.begin(input, b);
@@ -42,7 +42,7 @@ template <int I, class P> DEVICE void tiled(const Args &a, const Shared &sh, int
         if constexpr (ADD) out(column, row, x, known);
         else out(column, row, NORMED ? mul_rn(x, known) : x);
       },
-      [](int) {}, b);
+      [](int, bool) {}, b);
 }
 
 // The blocks of part I and of those behind it.

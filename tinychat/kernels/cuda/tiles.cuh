@@ -184,8 +184,9 @@ template <int C> struct Columns {
   }
 };
 
-// Rows of A, and of B where PAIR, times C columns. S: the spread of a single step. UNIT tiles belong together.
-template <class A, class B, class S, int C, int UNIT, bool PAIR> struct Tiles {
+// Rows of A, and of B where PAIR, times C columns, by BLOCKS thread blocks. S: the spread of a single step. UNIT tiles
+// (one or two) belong together.
+template <class A, class B, class S, int C, int UNIT, bool PAIR, int BLOCKS> struct Tiles {
   static constexpr int ROWS = A::ROWS, KB = A::COLS / 32, CLASSES = S::LANES * S::SPLIT;
   static constexpr int CLASS_WARPS = CLASSES < WARPS ? CLASSES : WARPS, GROUPS = WARPS / CLASS_WARPS;
   static constexpr int MINE = CLASSES / CLASS_WARPS, NI = (KB + CLASSES - 1) / CLASSES;  // classes of a warp
@@ -203,25 +204,39 @@ template <class A, class B, class S, int C, int UNIT, bool PAIR> struct Tiles {
   static constexpr int FIT = (RING_SHARED - RING_AT) / STAGE, STAGES = FIT < 8 ? FIT : 8;
   static_assert(STAGES >= 2, "too little shared memory");
 
-  struct Cursor {  // over the tiles of a block, and the spans of each
-    int tile, span = 0;
-    int blocks;
+  static constexpr int ALL = (ROWS + R * UNIT - 1) / (R * UNIT) * UNIT;  // tiles
+  // Over the tiles of a block, and the spans of each. The first blocks have one tile more than the others, so that those
+  // which come to their multiprocessors have one less. Where two tiles belong together, blocks of an odd number begin
+  // with one whose other half a neighbour has (`half`).
+  struct Cursor {
+    static constexpr int FEW = ALL / BLOCKS, LONG = ALL % BLOCKS;  // tiles of most blocks, and how many have one more
+    int tile, behind, left, span = 0;
+    bool half = false;
+    DEVICE Cursor(int block) {
+      const bool is_long = block < LONG;
+      const int of = is_long ? block : block - LONG, first = is_long ? 0 : LONG * (FEW + 1);
+      left = FEW + is_long;
+      half = UNIT == 2 && left % 2;
+      tile = half ? first + (of | 1) * left - (of % 2 == 0) : first + of * left;
+      behind = half && of % 2 == 0 ? first + of * left : tile + 1;
+    }
     DEVICE void next() {
       if (++span < SPANS) return;
       span = 0;
-      tile += tile % UNIT == UNIT - 1 ? (blocks - 1) * UNIT + 1 : 1;
+      tile = behind++;
+      left--;
+      half = false;
     }
   };
 
-  static constexpr int ALL = (ROWS + R * UNIT - 1) / (R * UNIT) * UNIT;  // tiles
   u8 *pool;
   const u8 *a, *b;
-  Cursor ahead;
+  Cursor ahead{0};
   int slot = 0;  // of the stage that comes next
 
   DEVICE u8 *stage(int i) const { return pool + RING_AT + i * STAGE; }
   DEVICE void weights(const Cursor &c, int i) const {
-    if (c.tile >= ALL) return;
+    if (c.left <= 0) return;
     SpanA::copy(stage(i), a, c.tile * R, c.span * SPAN);
     if constexpr (PAIR) SpanB::copy(stage(i) + SpanA::BYTES, b, c.tile * R, c.span * SPAN);
   }
@@ -243,17 +258,17 @@ template <class A, class B, class S, int C, int UNIT, bool PAIR> struct Tiles {
     }
   };
   DEVICE void input(const Quantised &src, const Cursor &c, int i) const {
-    if (c.tile >= ALL) return;
+    if (c.left <= 0) return;
     V4 *to = (V4 *)(stage(i) + INPUT_AT);
     Input<SPAN>::each(src, c.span * SPAN, SpanA::blocks_of(c.span * SPAN),
         [&](int, int at, const V4 *from) { copy_async(to + at, from, true); });
   }
-  // The weights of the first stages are on their way. `block` of `blocks`.
-  DEVICE void begin(V4 *shared, const u8 *wa, const u8 *wb, int block, int blocks) {
+  // The weights of the first stages are on their way.
+  DEVICE void begin(V4 *shared, const u8 *wa, const u8 *wb, int block) {
     pool = (u8 *)shared;
     a = wa;
     b = wb;
-    ahead = Cursor{block * UNIT, 0, blocks};
+    ahead = Cursor(block);
 #pragma unroll
     for (int i = 0; i < FIRST; i++) more(i);
   }
@@ -267,14 +282,14 @@ template <class A, class B, class S, int C, int UNIT, bool PAIR> struct Tiles {
   DEVICE void begin(const Quantised &src, int block) {
     using In = Input<STREAM ? SPAN : KB>;
     constexpr int TIMES = STREAM ? STAGES - 1 : 1, AT_ONCE = In::EACH > 8 ? 1 : 8 / In::EACH;
-    Cursor c{block * UNIT, 0, ahead.blocks};
+    Cursor c(block);
 #pragma unroll
     for (int first = 0; first < TIMES; first += AT_ONCE) {
       V4 v[AT_ONCE][In::EACH];
       Cursor loaded = c;
 #pragma unroll
       for (int n = 0; n < AT_ONCE && first + n < TIMES; n++, loaded.next())
-        if (loaded.tile < ALL)
+        if (loaded.left > 0)
           In::each(src, loaded.span * SPAN, STREAM ? SpanA::blocks_of(loaded.span * SPAN) : KB,
               [&](int i, int, const V4 *from) { v[n][i] = *from; });
       if (first == 0)
@@ -283,7 +298,7 @@ template <class A, class B, class S, int C, int UNIT, bool PAIR> struct Tiles {
 #pragma unroll
       for (int n = 0; n < AT_ONCE && first + n < TIMES; n++, c.next()) {
         V4 *to = (V4 *)(STREAM ? stage(first + n) + INPUT_AT : pool);
-        if (c.tile < ALL)
+        if (c.left > 0)
           In::each(src, c.span * SPAN, STREAM ? SpanA::blocks_of(c.span * SPAN) : KB,
               [&](int i, int at, const V4 *) { to[at] = v[n][i]; });
       }
@@ -298,12 +313,12 @@ template <class A, class B, class S, int C, int UNIT, bool PAIR> struct Tiles {
       if (((n + 1) * THREADS <= OUT * C || i < OUT * C) && row < ROWS) use(n, i / OUT, row, i % OUT);
     }
   }
-  // put(column, row, sums of the row of A and B, known(column, row)), the last of which is loaded ahead; done(first
-  // row) behind each unit.
+  // put(column, row, sums of the row of A and B, known(column, row)), the last of which is loaded ahead; done(first row,
+  // half) behind a unit's last tile and behind half of one.
   template <class Known, class Put, class Done>
   DEVICE void run(const Quantised &src, const Known &known, const Put &put, const Done &done, int block) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (Cursor at{block * UNIT, 0, ahead.blocks}; at.tile < ALL;) {
+    for (Cursor at(block); at.left > 0;) {
       float sums[MINE][M][N][2 * OWN] = {}, before[EACH];
       results(at.tile, [&](int n, int column, int row, int) { before[n] = known(column, row); });
 #pragma unroll 1
@@ -323,10 +338,8 @@ template <class A, class B, class S, int C, int UNIT, bool PAIR> struct Tiles {
       results(at.tile, [&](int n, int column, int row, int r) {
         put(column, row, sum(r, column), PAIR ? sum(OUT + r, column) : 0, before[n]);
       });
-      const bool last = at.tile % UNIT == UNIT - 1;
-      const int first = at.tile / UNIT * UNIT * R;
+      if (at.half || at.tile % UNIT == UNIT - 1) done(at.tile * R, at.half);
       for (int s = 0; s < SPANS; s++) at.next();
-      if (last) done(first);
     }
   }
 

@@ -65,12 +65,14 @@ def _grid(groups: Sequence[Matrices], tile: int, together: int, most: int) -> tu
     """Blocks of each group, `most` in all, and the most tiles that one computes."""
     rows = [16 * tile * _classes(group[0][1])[1] for group in groups]
     unit = max(1, together // rows[0])  # tiles that belong together
-    units = [-(-group[0][0].rows // (n * unit)) for group, n in zip(groups, rows)]
+    tiles = [-(-group[0][0].rows // (n * unit)) * unit for group, n in zip(groups, rows)]
     rounds = 1
-    while sum(-(-n // rounds) for n in units) > most:
+    while sum(-(-n // rounds) for n in tiles) > most:
         rounds += 1
-    blocks = [min(units[0], most)] if len(units) == 1 else [-(-n // rounds) for n in units]
-    return tuple(blocks), rounds * unit
+    blocks, fewer = [-(-n // rounds) for n in tiles], max(1, rounds - 1)
+    for i in reversed(range(len(tiles))):  # what is left goes to the last, which then have a tile less
+        blocks[i] += min(-(-tiles[i] // fewer) - blocks[i], most - sum(blocks))
+    return tuple(blocks), rounds
 
 
 def _least(b: Builder, group: Matrices, tile: int, stages: int, stream: bool) -> int:
