@@ -62,6 +62,7 @@ def test_bits_of_single_steps(
 def test_columns_with_other_splits_of_the_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns of one block of attention: the first ones have all keys in one split, or splits of fewer keys."""
     monkeypatch.setattr("tinychat.kernels.cuda.launches.SPLITS", 2)
+    monkeypatch.setattr("tinychat.kernels.cuda.launches.MULTIPROCESSORS", 1)  # else each column has blocks of its own
     wide = {"dim": 512, "heads": 8, "layers": 1, "ffn": 64, "head_dim": 64}  # heads as int8 blocks
     monkeypatch.setitem(tiny.VARIANTS, "llama", replace(tiny.VARIANTS["llama"], **wide))
     ids = np.random.default_rng(3).integers(0, tiny.VOCAB, 132).tolist()

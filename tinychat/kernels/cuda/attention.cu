@@ -1,10 +1,11 @@
-// Decode: flash attention on tensor cores, of every column of the step by blocks of its own. A block takes 16 *
-// ROW_TILES heads of one kv head's group and one split of the keys, CHUNK_KEYS keys at a time, double-buffered. Latent:
-// V is the head of K's row, so each cache row is read once for all heads; queries and this step's row are ready. GQA: a
-// block makes its queries and this step's rows for itself (heads.cuh), and leaves its column's in the cache. 16 warps:
-// S tiles over (rows, keys, parts of the key's values), softmax by rows, then O tiles over columns. Results: finished
-// where a single split has work (GQA); else partial, which the last block of a kv head combines (GQA) or the next
-// kernel (latent; value_up.cu).
+// Decode: flash attention on tensor cores. A block takes 16 * ROW_TILES rows (heads of one kv head's group, of TOGETHER
+// columns of the step) and one split of the keys, CHUNK_KEYS keys at a time, double-buffered. Columns of a block begin
+// at the same keys; what a later one has more is masked in the rows of the earlier, which leaves their bits as they
+// are. Latent: V is the head of K's row, so each cache row is read once for all heads; queries and this step's row are
+// ready. GQA: a block makes its queries and this step's rows for itself (heads.cuh), and leaves its columns' in the
+// cache. 16 warps: S tiles over (rows, keys, parts of the key's values), softmax by rows, then O tiles over columns.
+// Results: finished where a single split has work (GQA); else partial, which the last block of a kv head combines (GQA)
+// or the next kernel (latent; value_up.cu).
 #include "heads.cuh"
 #include "matvec.cuh"
 
@@ -45,7 +46,7 @@ DEVICE float sink_of(const Args &a, int head) { return a.sinks[head] * 1.4426950
 
 DEVICE float open(const Args &a, int i) { return GATED ? sigmoid(a.gate[i]) : 1.f; }
 
-// The keys of a split, for a query at position `pos`; where WINDOW fewer.
+// The keys of a split, for a query at position `pos` without a window.
 DEVICE int split_keys(int pos) { return keys_per_split(pos + 1, SPLITS, CHUNK_KEYS); }
 
 // `count` columns from `column` on, whose splits begin at the same keys.
@@ -77,8 +78,11 @@ DEVICE void attend(Args a, int column, int count) {
             per = keys_per_split(keys, SPLITS, CHUNK_KEYS), begin = unseen + split * per, end = min(begin + per, all);
   if (begin >= end) return;
   const int chunks = (end - begin + CHUNK_KEYS - 1) / CHUNK_KEYS;
-  // Of column number c of the block: the splits that have keys.
-  const auto active = [&](int c) { return ((TOGETHER == 1 ? keys : pos + c + 1) + per - 1) / per; };
+  // The splits that have keys, of the block's first column and of column number c.
+  const int first_active = ((TOGETHER == 1 ? keys : pos + 1) + per - 1) / per;
+  const auto active = [&](int c) {
+    return TOGETHER == 1 ? first_active : first_active + (pos + c >= first_active * per);
+  };
 
   // Chunk c: rows that are in the cache, and zeros behind the last, in the background: they need no waiting.
   constexpr int KV = KEY_DIM / 8;
@@ -101,7 +105,8 @@ DEVICE void attend(Args a, int column, int count) {
   };
   auto item = [&](int i, int c) {
     const int n = c ? 0 : queries, first = max(begin + c * CHUNK_KEYS, earlier);
-    return Item{i < n, i >= n && (i - n) % 2, i < n ? kv_head * GROUP + (TOGETHER == 1 ? first_row + i : i % GROUP) : kv_head,
+    return Item{i < n, i >= n && (i - n) % 2,
+        i < n ? kv_head * GROUP + (TOGETHER == 1 ? first_row + i : i % GROUP) : kv_head,
         i < n ? pos + (TOGETHER == 1 ? 0 : i / GROUP) : first + (i - n) / 2};
   };
   auto items = [&](int c) {
@@ -118,7 +123,9 @@ DEVICE void attend(Args a, int column, int count) {
     const bool stored = !m.query && t >= column && t < column + count && blockIdx.y == 0;
     const int of = TOGETHER == 1 ? 0 : m.key - pos;  // the query's column
     const u64 at = (u64)(m.key - base) * KV_HEADS + kv_head;
-    u16 *to = m.query ? qs + (of * GROUP + m.head - kv_head * GROUP - first_row) * KP : m.value ? vs + row * VP : ks + row * KP;
+    u16 *to = m.query ? qs + (of * GROUP + m.head - kv_head * GROUP - first_row) * KP
+        : m.value     ? vs + row * VP
+                      : ks + row * KP;
     u16 *kept = m.value ? a.v_cache + at * VALUE_DIM : a.k_cache + at * KEY_DIM;
     const auto put = [&](int i, float y) {
       const u16 h = float_to_half(m.query ? y * QUERY_SCALE : y);
@@ -127,8 +134,8 @@ DEVICE void attend(Args a, int column, int count) {
     };
     if (m.value) value_head(a.v + (t * KV_HEADS + kv_head) * VALUE_DIM, put);
     else
-      rotated.run(
-          m.query ? a.q + of * HEADS * KEY_DIM : a.k + t * KV_HEADS * KEY_DIM, m.query ? HEADS : KV_HEADS, m.head, ss + warp * KEY_DIM, put);
+      rotated.run(m.query ? a.q + of * HEADS * KEY_DIM : a.k + t * KV_HEADS * KEY_DIM, m.query ? HEADS : KV_HEADS,
+          m.head, ss + warp * KEY_DIM, put);
   };
   auto finish = [&](int c) {
     if constexpr (LATENT) {
@@ -289,7 +296,7 @@ DEVICE void attend(Args a, int column, int count) {
     __syncthreads();
   }
   const auto finished = [&](int c) { return !LATENT && active(c) == 1; };
-  float *values = (float *)ks;  // of the group's heads, before they are quantised
+  float *values = (float *)ks;            // of the group's heads, before they are quantised
   constexpr int OUT = GROUP * VALUE_DIM;  // values of a column
   // Results of column c from value 4 * `at` on, by all lanes of a warp.
   const auto put_codes = [&](int c, int at, F4 v) {
@@ -322,28 +329,33 @@ DEVICE void attend(Args a, int column, int count) {
       if (!finished(c) && warp == 0 && lane % 4 == 0)
         a.ml[(c * SPLITS + split) * HEADS + head] = F2{row_max[r], row_sum[r]};
     }
-  int done = 0;  // columns that are finished, the first ones
-  while (done < count && finished(done)) done++;
+  int done = finished(0);  // columns that are finished, the first ones
+  while (TOGETHER > 1 && done && done < count && finished(done)) done++;
   if constexpr (OUT_QUANTISED)
-    if (done && split == 0) {
+    if (done && (TOGETHER == 1 || split == 0)) {
       __syncthreads();
 #pragma unroll
       for (int n = 0; n < TOGETHER * OUT / 4; n += THREADS)
-        if (const int i = n + threadIdx.x; i < done * OUT / 4)
+        if (const int i = n + threadIdx.x; i < (TOGETHER == 1 ? 1 : done) * OUT / 4)
           put_codes(i / (OUT / 4), kv_head * OUT / 4 + i % (OUT / 4), load4(values + 4 * i));
     }
-  if (LATENT || done == count) return;
+  if (LATENT || (TOGETHER == 1 ? done : done == count)) return;
   // The last block of this kv head and column combines the splits of its GROUP heads.
   __shared__ int last[TOGETHER];
   __syncthreads();
-  if (const int c = threadIdx.x; c < TOGETHER) {  // for all threads: a fence of each takes as many times as long
+  const int mine = threadIdx.x < TOGETHER ? threadIdx.x : 0;  // a column
+  if (threadIdx.x < TOGETHER) {  // for all threads: a fence of each takes as many times as long
     fence();
-    last[c] = c >= done && c < count && split < active(c) &&
-        atomicAdd(&a.tickets[c * KV_HEADS + kv_head], 1) == active(c) - 1;
-    if (last[c]) a.tickets[c * KV_HEADS + kv_head] = 0;
+    const bool takes_part = TOGETHER == 1 || (mine >= done && mine < count && split < active(mine));
+    last[mine] = takes_part && atomicAdd(&a.tickets[mine * KV_HEADS + kv_head], 1) == active(mine) - 1;
     fence();
   }
   __syncthreads();
+  bool any = false;
+#pragma unroll
+  for (int c = 0; c < TOGETHER; c++) any |= last[c];
+  if (!any) return;
+  if (threadIdx.x < TOGETHER && last[mine]) a.tickets[mine * KV_HEADS + kv_head] = 0;
   for (int i = warp; i < GROUP * count; i += WARPS) {
     const int c = i / GROUP, head = kv_head * GROUP + i % GROUP;
     if (last[c])
@@ -372,14 +384,18 @@ DEVICE void attend(Args a, int column, int count) {
   }
 }
 
+// Where there would be more blocks with keys than places for them, a block takes several columns.
 DEVICE void run(const Args &a) {
   if constexpr (COLUMNS == 1) return attend(a, 0, 1);
-  const int first = blockIdx.x / KV_HEADS * TOGETHER, pos = a.state[POS], end = min(first + TOGETHER, a.state[COUNT]);
+  const int known = a.state[POS], count = a.state[COUNT], first = blockIdx.x / KV_HEADS, per = split_keys(known);
+  const int together = TOGETHER > 1 && count * KV_HEADS * (known / per + 1) > PLACES ? TOGETHER : 1;
+  if (first % together) return;
+  const int end = min(first + together, count);
   for (int column = first; column < end;) {
-    int count = end - column;
-    while (TOGETHER > 1 && split_keys(pos + column + count - 1) != split_keys(pos + column)) count--;
-    attend(a, column, count);
-    column += count;
+    int n = end - column;
+    while (TOGETHER > 1 && split_keys(known + column + n - 1) != split_keys(known + column)) n--;
+    attend(a, column, n);
+    column += n;
     if (TOGETHER > 1) __syncthreads();
   }
 }

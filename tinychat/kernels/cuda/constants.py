@@ -399,7 +399,8 @@ class AttentionConstants(HeadsConstants, StepConstants):
     stages: int  # chunks in shared memory
     parts: int  # warps that share a tile of scores, each over a part of the key's values
     splits: int  # parts of the cache's rows, one block each
-    together: int  # columns of a block
+    together: int  # columns of a block, at most
+    places: int  # for blocks at once
     latent: bool  # V is the head of K's row
     sinks: bool = False  # a head has one more score, of a row whose value is 0
     gated: bool = False  # results are multiplied by the sigmoid of a gate

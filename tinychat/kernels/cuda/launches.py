@@ -53,8 +53,6 @@ LINEAR_THREADS = 256
 # stages for so few rows, which is cheaper than a kernel that does, or for so many that STREAMS blocks of each
 # multiprocessor take them in turns.
 FEW_COLUMNS = 2
-SPLITS_LAST = True
-ATTEND_TOGETHER = True
 STAGED_ROWS = 2048
 STREAMED_ROWS, STREAMS = 65536, 3
 EXPERTS_COLUMNS, EXPERTS_SHARED = 4, 48 << 10  # a block of the experts' kernels: at most; bytes of their activations
@@ -556,14 +554,14 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
     warps = ATTENTION_THREADS // 32 * (2 if deep else 1)  # at depth a warp takes two tiles
     parts = next((n for n in (4, 2) if score_tiles * n <= warps and steps % n == 0), 1)
     k_pitch, v_pitch = key_dim + 8, value_dim + 8
-    stages, together = 2, 1
-    if ATTEND_TOGETHER and not latent and not own["window"]:
-        together = min(b.columns, max(1, rows // group))
+    stages = 2
+    together = 1 if latent or own["window"] else min(b.columns, max(1, rows // group))  # a window differs by column
     halves = rows * k_pitch + stages * keys * (k_pitch + (0 if latent else v_pitch)) + rows * (keys + 8)
     scores = max(rows * parts * (keys + 4), 0 if latent else ATTENTION_THREADS // 32 * key_dim)
     shared = 2 * halves + 4 * max(scores + 3 * rows, together * group * SPLITS)
     if key_dim % 16 or value_dim % 8 or shared > MAX_DYNAMIC:
         raise TinychatError(f"the CUDA attention kernel does not take heads of {key_dim} and {value_dim} values")
+    resident = 2 if 2 * shared <= MAX_DYNAMIC else 1
     shape = AttentionConstants(
         **own,
         own=stored == layer,
@@ -573,6 +571,7 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
         parts=parts,
         splits=splits(a, deep),
         together=together,
+        places=MULTIPROCESSORS * resident,
         latent=latent,
         columns=b.columns,
     )
@@ -585,8 +584,8 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
     }
     window = f"_{shape.window}" if shape.window else ""
     name = f"attention_{a.heads}_{kv_heads}_{key_dim}{window}{'_deep' if deep else ''}"
-    grid = (splits(a, deep), -(-group // rows), -(-b.columns // together) * kv_heads)
-    if SPLITS_LAST and b.columns > 1:
+    grid = (splits(a, deep), -(-group // rows), b.columns * kv_heads)
+    if b.columns > 1:  # a part of the keys behind the other, so that those which have keys begin at once
         grid = grid[::-1]
     return kernel(
         name,
@@ -597,7 +596,7 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
         "attention",
         threads=ATTENTION_THREADS,
         shared=shared,
-        resident=2 if 2 * shared <= MAX_DYNAMIC else 1,
+        resident=resident,
     )
 
 

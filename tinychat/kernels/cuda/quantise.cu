@@ -1,6 +1,6 @@
-// A verify step: the columns of the input of products in tensor cores (tiles.cuh) as int8 blocks, with the bits that the
-// kernels of single steps give them: a vector a thread. NORMED: times the gain; what is left of RMSNorm a block more of
-// each column makes, as the threads of the single step's kernel do.
+// A verify step: the columns of the input of products in tensor cores (tiles.cuh) as int8 blocks, with the bits that
+// the kernels of single steps give them: a vector a thread. NORMED: times the gain; what is left of RMSNorm a block
+// more of each column makes, as the threads of the single step's kernel do.
 #include "matvec.cuh"
 
 struct Args {

@@ -205,9 +205,9 @@ template <class A, class B, class S, int C, int UNIT, bool PAIR, int BLOCKS> str
   static_assert(STAGES >= 2, "too little shared memory");
 
   static constexpr int ALL = (ROWS + R * UNIT - 1) / (R * UNIT) * UNIT;  // tiles
-  // Over the tiles of a block, and the spans of each. The first blocks have one tile more than the others, so that those
-  // which come to their multiprocessors have one less. Where two tiles belong together, blocks of an odd number begin
-  // with one whose other half a neighbour has (`half`).
+  // Over the tiles of a block, and the spans of each. The first blocks have one tile more than the others, so that
+  // those which come to their multiprocessors have one less. Where two tiles belong together, blocks of an odd number
+  // begin with one whose other half a neighbour has (`half`).
   struct Cursor {
     static constexpr int FEW = ALL / BLOCKS, LONG = ALL % BLOCKS;  // tiles of most blocks, and how many have one more
     int tile, behind, left, span = 0;
@@ -270,13 +270,11 @@ template <class A, class B, class S, int C, int UNIT, bool PAIR, int BLOCKS> str
     b = wb;
     ahead = Cursor(block);
 #pragma unroll
-    for (int i = 0; i < FIRST; i++) more(i);
-  }
-  static constexpr int FIRST = STAGES - 1;
-  DEVICE void more(int i) {
-    weights(ahead, i);
-    copy_commit();
-    ahead.next();
+    for (int i = 0; i < STAGES - 1; i++) {
+      weights(ahead, i);
+      copy_commit();
+      ahead.next();
+    }
   }
   // Behind grid_wait(). Through registers: copies in the background would come behind all weights that are on the way.
   DEVICE void begin(const Quantised &src, int block) {
@@ -292,9 +290,6 @@ template <class A, class B, class S, int C, int UNIT, bool PAIR, int BLOCKS> str
         if (loaded.left > 0)
           In::each(src, loaded.span * SPAN, STREAM ? SpanA::blocks_of(loaded.span * SPAN) : KB,
               [&](int i, int, const V4 *from) { v[n][i] = *from; });
-      if (first == 0)
-#pragma unroll
-        for (int i = FIRST; i < STAGES - 1; i++) more(i);
 #pragma unroll
       for (int n = 0; n < AT_ONCE && first + n < TIMES; n++, c.next()) {
         V4 *to = (V4 *)(STREAM ? stage(first + n) + INPUT_AT : pool);
@@ -304,7 +299,8 @@ template <class A, class B, class S, int C, int UNIT, bool PAIR, int BLOCKS> str
       }
     }
   }
-  static constexpr int OUT = 16 * TILE * GROUPS, EACH = (OUT * C + THREADS - 1) / THREADS;  // results: of a tile, a thread
+  static constexpr int OUT = 16 * TILE * GROUPS,
+                       EACH = (OUT * C + THREADS - 1) / THREADS;  // results: of a tile, a thread
   // use(number, column, row of the matrix, row of the tile) for each of a thread's results.
   template <class Use> static DEVICE void results(int tile, const Use &use) {
 #pragma unroll
@@ -313,8 +309,8 @@ template <class A, class B, class S, int C, int UNIT, bool PAIR, int BLOCKS> str
       if (((n + 1) * THREADS <= OUT * C || i < OUT * C) && row < ROWS) use(n, i / OUT, row, i % OUT);
     }
   }
-  // put(column, row, sums of the row of A and B, known(column, row)), the last of which is loaded ahead; done(first row,
-  // half) behind a unit's last tile and behind half of one.
+  // put(column, row, sums of the row of A and B, known(column, row)), the last of which is loaded ahead; done(first
+  // row, half) behind a unit's last tile and behind half of one.
   template <class Known, class Put, class Done>
   DEVICE void run(const Quantised &src, const Known &known, const Put &put, const Done &done, int block) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -17,7 +17,6 @@ WARPS = TILE_THREADS // 32
 MULTIPROCESSORS = 132  # of an H100
 TILES = (2, 1)  # times 16 rows of a warp
 STAGES = 3  # of the ring, if they fit
-CHOICES = ((2, STAGES), (1, STAGES), (1, 2))
 MOST_SHARED = 8  # columns up to which a multiprocessor has two blocks: more need more shared memory for each
 UNEVEN = 0.8  # smaller tiles where the fullest block then has at most this share of the rows
 Matrices = Sequence[tuple[Weight, Spread]]
@@ -38,8 +37,8 @@ class Tiling:
 def tiling(b: Builder, groups: Sequence[Matrices], *, together: int = 1) -> Tiling:
     """For the groups of matrices of one kernel, over one input; those of a group share their tiles. `together`: rows
     that one block has to make. Raises TinychatError where they do not fit."""
-    for resident, stages in CHOICES:
-        if resident > 1 and b.columns > MOST_SHARED or resident > 2 and b.columns > 4:
+    for resident, stages in ((2, STAGES), (1, STAGES), (1, 2)):
+        if resident == 2 and b.columns > MOST_SHARED:
             continue
         shared, found = b.room // resident, []
         for tile in TILES if all(len(group) == 1 for group in groups) else TILES[1:]:
