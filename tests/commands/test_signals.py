@@ -54,7 +54,7 @@ def kept() -> None:
     assert not history.problem
     (only,) = history.find()
     question, answer = history.load(only.id).turns
-    assert (question.text, answer.role) == (STORY, "assistant") and history.draft(only.id) == "not sent yet"
+    assert (question.text, answer.role) == (STORY, "assistant") and history.draft(only.id).text == "not sent yet"
     history.close()
 
 

@@ -15,7 +15,7 @@ from textual.widgets import Input, OptionList
 from tests.support.screens import text_of, until
 from tests.support.scripted import INFO, LONG, Script, scripted
 from tinychat.chat.conversation import Conversation, Turn
-from tinychat.chat.history import History
+from tinychat.chat.history import Draft, History
 from tinychat.models import cache
 from tinychat.ui import editor
 from tinychat.ui.app import TinychatApp
@@ -808,16 +808,16 @@ async def test_drafts_are_kept_for_each_conversation_and_across_restarts(tmp_pat
         await d.pilot.press("enter")
         await d.settle()
         d.chat.keep_draft()
-        assert history.draft("") == "" and history.draft(first) == "about the first"
+        assert history.draft("").text == "" and history.draft(first).text == "about the first"
         history.delete(first)
-        assert history.draft(first) == ""
+        assert history.draft(first) == Draft()
     async with desk("word " * 5000, history=history, rate=100) as d:
         await d.send("running")
         await d.send("waiting")
         await d.type("typed")
         await d.pilot.press("ctrl+q")
         await d.until(lambda: d.app._exit)
-        assert history.draft(d.controller.conversation.id) == "waiting\ntyped"
+        assert history.draft(d.controller.conversation.id).text == "waiting\ntyped"
 
 
 async def test_words_that_look_like_files_and_commands(tmp_path, monkeypatch):
@@ -982,10 +982,13 @@ async def test_a_folded_paste_is_one_thing_and_always_the_whole_text(tmp_path):
         assert d.app.clipboard == whole and not prompt.text
         await d.pilot.press("ctrl+z")
         d.chat.keep_draft()
-        assert history.draft("") == whole
+        assert history.draft("") == (whole, (one, two))
         prompt.set_aside("/rename x")
         prompt.bring_back()
         assert prompt.document.line_count == 2 and prompt.text == whole
+    async with desk(history=History(tmp_path / "h.db")) as d:
+        await d.until(lambda: d.screen.replace("\xa0", " ").count("[300 lines, 301 tokens") == 2)
+        assert d.chat.prompt.text == whole, "a draft of last time has its labels"
         await d.pilot.press("enter")
         await d.settle()
         assert d.turns[0].text == whole and one.strip() in d.script.prompts[0]
