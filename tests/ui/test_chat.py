@@ -23,6 +23,7 @@ from tinychat.ui.chat import models, transcript
 from tinychat.ui.chat.message import AnswerMessage, NoticeLine, TurnMessage, UserMessage
 from tinychat.ui.chat.overflow import OverflowScreen
 from tinychat.ui.chat.transcript import Between, Earlier
+from tinychat.ui.driver import pasted
 
 
 class Desk:
@@ -125,7 +126,12 @@ async def test_enter_sends_and_new_lines_and_pastes_do_not():
         await d.pilot.press("enter")
         await d.until(lambda: d.turns)
         assert d.turns[0].text.startswith("a\nb\ncx\ny\nz")
+        await d.settle()
         await d.until(lambda: d.chat.prompt.size.height == 1)
+        for message in pasted([events.Key("enter" if c == "\r" else c, c) for c in "ls -l\rcd ..\r"]):
+            d.app.post_message(message)  # a terminal that does not mark a paste
+        await d.until(lambda: d.chat.prompt.text == "ls -l\ncd ..\n")
+        assert len(d.turns) == 2 and not d.controller.queue
 
 
 async def test_fast_typing_loses_nothing():
