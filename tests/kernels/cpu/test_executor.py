@@ -1,5 +1,6 @@
 """The CPU executor against the float64 forward, and against itself: chunks, threads, saved caches."""
 
+import ctypes
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from tinychat.engine.plan import build_plan
 from tinychat.errors import TinychatError
 from tinychat.kernels import sampler
 from tinychat.kernels.cpu.executor import CPUExecutor
-from tinychat.kernels.cpu.library import Library
+from tinychat.kernels.cpu.library import Library, Source
 from tinychat.kernels.sampling import GREEDY, Sampling
 
 IDS = [290, 17, 204, 99, 3, 256, 258, 64, 131, 64, 17, 280, 5, 77, 31, 8, 120, 240, 19, 66, 201, 14, 9]
@@ -59,7 +60,7 @@ def test_packed_rows_decode_to_the_same_bits(kind: tiny.Q) -> None:
     context = lib.tc_alloc(library.context_bytes)
     lib.tc_open(context, 2)
     packed = lib.tc_alloc(lib.tc_group_bytes(kind, cols) * 2)
-    lib.tc_pack(context, packed, raw.ctypes.data, kind, rows, cols, 1, rows, 0)
+    assert lib.tc_load(context, ctypes.byref(Source(-1, kind, rows, cols, 1, rows, 0, raw.ctypes.data, packed)), 1) == 1
     for g in range(2):
         out = np.empty((cols, 16), np.float32)
         lib.tc_dequantise(packed + g * lib.tc_group_bytes(kind, cols), kind, cols, out.ctypes.data)

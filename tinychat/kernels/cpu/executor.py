@@ -64,7 +64,7 @@ SHORT_CHUNK = 256  # tokens that run together
 EXPERTS_CHUNK = 512  # where experts' weights are unpacked, which costs less for each of more tokens
 LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     QUANTS,
-    packed_rows=1 << 27,  # 256 rows are a task of packing
+    packed_rows=1 << 27,  # load.h counts them
     heads=1 << 16,
     head_group=MAX_GROUP,
     kv_rows=1 << 27,  # 256 rows of a kv head are a task of attention
@@ -422,8 +422,13 @@ class CPUExecutor(KeepsInPieces):
         """See MeasurableExecutor.stand_in: no step is enqueued ahead."""
 
     def read_bandwidth(self) -> float:
-        """See MeasurableExecutor.read_bandwidth."""
-        return bandwidth.read_bandwidth([self.threads]).get(self.threads, 0.0)
+        """See MeasurableExecutor.read_bandwidth: of the weights, where they are larger than the caches."""
+        size = bandwidth.block_bytes()
+        return (
+            float(self._lib.tc_bandwidth(self._ctx, self._program.weights_at, size))
+            if self.weight_bytes >= size
+            else 0.0
+        )
 
     def close(self) -> None:
         """See Executor.close."""
