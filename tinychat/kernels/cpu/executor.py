@@ -28,7 +28,7 @@ from tinychat.kernels.cpu.library import (
 )
 from tinychat.kernels.cpu.program import build
 from tinychat.kernels.executor import ExecutorKind, KeepsInPieces, Logits, Mask, StateCopy, Watch, Weights
-from tinychat.kernels.limits import LATENT_CHUNK, Limits, check
+from tinychat.kernels.limits import LATENT_CHUNK, Limits, check, heads_bytes
 from tinychat.kernels.ops import (
     Attention,
     Convolve,
@@ -74,7 +74,6 @@ LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     mtp=True,
 )
 WATCH_S = 0.2  # seconds from one question whether a prompt is wanted any longer to the next
-HEADS_BYTES = 32 << 20  # of those that are there at the same time, for each of eight threads; more if a head's need it
 
 
 class CPUExecutor(KeepsInPieces):
@@ -186,11 +185,8 @@ class CPUExecutor(KeepsInPieces):
         c.layers, c.n_buffers = len(plan.caches), len(widths)
         self._ops = (library.COp * len(ops))(*ops)
         c.ops = ctypes.addressof(self._ops)
-        for a in plan.latent[:1] if self._library.unpacks else []:
-            head = (self.max_context + TILE) * (a.nope + a.rope.dims + a.v_b.rows)
-            room = min(self.threads, 8) * HEADS_BYTES // CACHE_VALUE_BYTES
-            c.expanded_room = max(head, min(a.heads * head, room))
-            c.expanded = self._alloc(c.expanded_room * CACHE_VALUE_BYTES + slack)
+        if room := heads_bytes(plan, self.max_context, self.threads) if self._library.unpacks else 0:
+            c.expanded, c.expanded_room = self._alloc(room + slack), room // CACHE_VALUE_BYTES
         c.buffers = self._array(np.array(addresses, np.uint64))
         c.widths = self._array(np.array(widths, np.int32))
         c.caches = ctypes.addressof(self._caches)

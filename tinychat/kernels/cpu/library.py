@@ -89,7 +89,7 @@ class LayerCache(ctypes.Structure):
     _fields_ = [*_all(_ptr, "k v tail state"), *_all(_i32, "heads k_dim v_dim rows window base")]
 
 
-class Source(ctypes.Structure):
+class CSource(ctypes.Structure):
     """`Source` of load.h."""
 
     _fields_ = [*_all(_i32, "fd type rows cols groups stride run"), ("start", _u64), ("to", _ptr)]
@@ -140,7 +140,7 @@ class Library:
         ):
             function = getattr(lib, name)
             function.restype, function.argtypes = result, args
-        for i, struct in enumerate((CMatrix, COp, SampleSpec, LayerCache, Source, StepContext)):
+        for i, struct in enumerate((CMatrix, COp, SampleSpec, LayerCache, CSource, StepContext)):
             if lib.tc_sizeof(i) != ctypes.sizeof(struct):
                 raise _differ(f"{struct.__name__} has {lib.tc_sizeof(i)} bytes in C, {ctypes.sizeof(struct)} in Python")
             there = {name: lib.tc_offset(i, at) for at, name in enumerate(lib.tc_fields(i).decode().split())}

@@ -8,7 +8,7 @@ import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import Weight
-from tinychat.kernels.cpu.library import Library, Source
+from tinychat.kernels.cpu.library import CSource, Library
 from tinychat.kernels.executor import Weights
 from tinychat.kernels.grids import dequantize
 from tinychat.kernels.quant_types import GGMLQuantizationType as Q
@@ -35,7 +35,7 @@ def batches(weights: Iterable[Weight]) -> Iterator[list[Weight]]:
 
 def load(lib: Library, context: int, weights: Weights, places: Mapping[Weight, int]) -> None:
     """Reads each weight and packs it to its address, on the threads of `context`. Raises TinychatError."""
-    sources, arrays = list[Source](), dict[object, np.ndarray]()  # arrays: what is not read from a file
+    sources, arrays = list[CSource](), dict[object, np.ndarray]()  # arrays: what is not read from a file
     for w, to in places.items():
         fd, start = (not w.transposed and weights.place(w.tensor)) or (-1, 0)
         stride, start = w.stride, start + w.start * w.row_bytes
@@ -46,8 +46,8 @@ def load(lib: Library, context: int, weights: Weights, places: Mapping[Weight, i
             if w.tensor not in arrays:
                 arrays[w.tensor] = weights.raw(w.tensor)
             start += arrays[w.tensor].ctypes.data
-        sources.append(Source(fd, stored_type(w), w.rows, w.cols, w.groups, stride, w.run, start, to))
-    done = lib.lib.tc_load(context, (Source * len(sources))(*sources), len(sources))
+        sources.append(CSource(fd, stored_type(w), w.rows, w.cols, w.groups, stride, w.run, start, to))
+    done = lib.lib.tc_load(context, (CSource * len(sources))(*sources), len(sources))
     if done < 0:
         raise TinychatError("not enough memory to read the weights; choose a smaller model or context")
     if done < len(sources):
