@@ -56,7 +56,7 @@ class _File:
             raise self._unreadable(e) from None
         found = os.fstat(self.fd)
         if not stat.S_ISREG(found.st_mode):
-            kind = "folder" if stat.S_ISDIR(found.st_mode) else "device"
+            kind = "folder" if stat.S_ISDIR(found.st_mode) else "pipe or device"
             raise TinychatError(f"{printable(str(path))}: a {kind}, not a .gguf file")
         self.size = found.st_size
 
@@ -236,6 +236,11 @@ class GGUF:
         TinychatError."""
         t = self.tensors[name]
         self._files[t.part].fill(out, t.offset + at)
+
+    def place(self, name: str) -> tuple[int, int]:
+        """The open file of tensor `name`, and the byte of it at which the tensor begins."""
+        t = self.tensors[name]
+        return self._files[t.part].fd, t.offset
 
     def fingerprint(self) -> str:
         """Identifies the model without reading the whole file: SHA-256 of the header, the size and a few bytes of every
