@@ -252,6 +252,10 @@ def test_of_a_long_paragraph_only_the_end_is_read_and_laid_out_again(monkeypatch
             at_once._lay(30)
             assert view._lines[:-1] == at_once._lines[:-1]
     assert view._splitter.done[3].joins
+    joined = MarkdownView()  # in the middle of it
+    joined._splitter.feed(text[: 3 * TEXT])
+    joined._splitter.feed("a")
+    assert len(joined._splitter.tail) <= TEXT
     at_once = MarkdownView(text)
     at_once._lay(30)
     view.finish()

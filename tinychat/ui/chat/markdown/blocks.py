@@ -98,7 +98,7 @@ class Splitter:
         before, complete = len(self.done), self.tail.rfind("\n") + 1
         if len(self.tail) - complete > TEXT:
             complete = len(self.tail)  # a line that long is no mere beginning
-        elif "\n" not in text:
+        elif "\n" not in text and (self._looked or complete <= TEXT):
             return 0
         goes_on = LONG < complete < self._looked * 9 / 8
         if goes_on or (self._head is None and in_open_fence(self.tail[:complete])):
