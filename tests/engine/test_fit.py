@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernels.cpu.test_executor import executor
 from tests.support import tiny
+from tinychat.engine import snapshots
+from tinychat.engine.config import ModelConfig
 from tinychat.engine.fit import LATENT_PROMPTS, OVERHEAD, fit, sizes
+from tinychat.engine.gguf import GGUF
+from tinychat.engine.plan import build_plan
 from tinychat.engine.stats import available_memory
+from tinychat.kernels.limits import heads_bytes
 from tinychat.models.registry import resolve
 
 
@@ -37,10 +43,17 @@ def test_the_registry_agrees_with_the_real_header(smollm2_path: Path) -> None:
     assert weights < model.size < weights * 1.03
 
 
-def test_prompts_of_latent_attention_count(tmp_path: Path) -> None:
-    _, of_context = sizes(tiny.write(tmp_path / "m.gguf", "deepseek2_glm"))
-    row = of_context(4096) - of_context(4095)
-    assert of_context(2048) == 2 * of_context(1024) == 2048 * row + LATENT_PROMPTS
+@pytest.mark.parametrize(("variant", "long"), [("deepseek2_glm", True), ("kimi-linear", False)])
+def test_prompts_of_latent_attention_count(variant: str, long: bool, tmp_path: Path) -> None:
+    gguf = GGUF.open(path := tiny.write(tmp_path / "m.gguf", variant))
+    plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
+    for context in (1024, 2048, 4096):
+        activations = LATENT_PROMPTS * min(context, 2048) // 2048 if long else 0
+        rest = plan.kv_bytes(context) + snapshots.memory(plan)
+        assert sizes(path)[1](context) == rest + activations + heads_bytes(plan, context)
+    with executor(path, context=1000) as ex:
+        assert 0 < 2 * ex._context.expanded_room == heads_bytes(plan, 1000, 2) <= heads_bytes(plan, 1000)
+    assert heads_bytes(plan, 1 << 19) == 256 << 20  # of some heads
 
 
 def machine(root: Path, available_kb: int, **files: str) -> Path:

@@ -12,8 +12,10 @@ from tinychat.engine import Engine
 from tinychat.engine import memory_limit as limit
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu import bandwidth
+from tinychat.kernels.cpu.executor import CPUExecutor
 from tinychat.kernels.sampling import Sampling
 from tinychat.measure import lock
+from tinychat.measure import microbench_plans as plans
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +88,17 @@ def test_the_engine_refers_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     engine = Engine.load(path, device="cpu", threads=1)
     assert engine.stats.limit_gb_s == 123.0
     engine.close()
+
+
+def test_weights_that_are_larger_than_the_caches_are_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (bandwidth, plans):
+        monkeypatch.setattr(module, "block_bytes", lambda: 2 << 20)
+    source = plans.RandomWeights()
+    executor = CPUExecutor(plans.kernel_plan(source, *plans.parse("norm_linear:Q4_0:2048x1024")), source, 16, 2)
+    monkeypatch.setattr(bandwidth, "read_bandwidth", None)  # no block beside them
+    found = limit.limit_of(executor)
+    assert (known := limit.stored("CPU")) and known.quick and known.gb_s == {2: found} and 0.2 < found < 5000
+    executor.close()
 
 
 def test_short_of_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.engine.stats import OVERHEAD, available_memory
-from tinychat.kernels.limits import LATENT_CHUNK
+from tinychat.kernels.limits import LATENT_CHUNK, heads_bytes
 from tinychat.kernels.ops import Plan
 
 Sizes = tuple[int, Callable[[int], int]]
 """Bytes of a model's weights, and the bytes that a context of so many tokens takes."""
 
-LATENT_PROMPTS = 500 << 20  # bytes of LATENT_CHUNK tokens on the CPU beyond OVERHEAD: activations, keys and values
+LATENT_PROMPTS = 250 << 20  # bytes of the activations of LATENT_CHUNK tokens on the CPU beyond OVERHEAD
 COMFORT = 0.85  # of the available memory: above it, other programs start to swap
 
 
@@ -57,7 +57,8 @@ def fit(weight_bytes: int, context_bytes: int, context: int, available: int | No
 def context_bytes(plan: Plan, context: int) -> int:
     """Bytes of the KV cache of a context of so many tokens, of the states and of their snapshots, and of what prompts
     of latent attention take on the CPU."""
-    prompts = LATENT_PROMPTS * min(context, LATENT_CHUNK) // LATENT_CHUNK if plan.latent and not plan.state_bytes else 0
+    long = min(context, LATENT_CHUNK) if plan.latent and not plan.state_bytes else 0
+    prompts = LATENT_PROMPTS * long // LATENT_CHUNK + heads_bytes(plan, context)
     return plan.kv_bytes(context) + snapshots.memory(plan) + prompts
 
 

@@ -237,6 +237,11 @@ class GGUF:
         t = self.tensors[name]
         self._files[t.part].fill(out, t.offset + at)
 
+    def place(self, name: str) -> tuple[int, int]:
+        """The open file of tensor `name`, and the byte of it at which the tensor begins."""
+        t = self.tensors[name]
+        return self._files[t.part].fd, t.offset
+
     def fingerprint(self) -> str:
         """Identifies the model without reading the whole file: SHA-256 of the header, the size and a few bytes of every
         tensor. A file that was joined changes nothing."""

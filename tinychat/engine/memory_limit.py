@@ -121,23 +121,24 @@ def measure_gpu() -> Bandwidth:
 def limit_of(executor: MeasurableExecutor, thorough: bool = False) -> float:
     """GB/s of `executor`'s device, 0.0 where it cannot be measured.
 
-    Where nothing is stored it is measured now, in about 0.15 s; with `thorough` (for benchmarks, which own the machine)
-    a value that was measured in passing is measured again, in about 0.5 s.
+    Where nothing is stored it is measured now, by reading the executor's weights in some hundredths of a second where
+    they are larger than the caches; with `thorough` (for benchmarks, which own the machine) a value that was measured
+    in passing is measured again, in about 0.5 s.
     """
-    if executor.kind == "cpu":
-        threads, known = executor.threads, stored("CPU")
-        if known is None or threads not in known.gb_s or (thorough and known.quick):
-            try:
-                known = measure(None if thorough else [threads], 10 if thorough else 1)
-            except TinychatError:
-                return 0.0
-        return known.of(threads)
-    if (known := stored(executor.device)) is None:
-        if not (gb_s := executor.read_bandwidth()):
-            return 0.0
-        known = Bandwidth(executor.device, {0: gb_s}, False, _now())
-        keep(known)
-    return known.of(0)
+    cpu = executor.kind == "cpu"
+    device, n = ("CPU", executor.threads) if cpu else (executor.device, 0)
+    before = stored(device)
+    known = before if before and n in before.gb_s else None
+    try:
+        if cpu and thorough and (known is None or known.quick):
+            known = measure()
+        elif known is None and (gb_s := executor.read_bandwidth()):
+            keep(known := Bandwidth(device, (before.gb_s if before else {}) | {n: gb_s}, cpu, _now()))
+        elif known is None and cpu:
+            known = measure([n], 1)
+    except TinychatError:
+        return 0.0
+    return known.of(n) if known else 0.0
 
 
 def usual(threads: int | None = None) -> float:

@@ -47,6 +47,11 @@ class Weights(Protocol):
         TinychatError."""
         ...
 
+    def place(self, name: str) -> tuple[int, int] | None:
+        """An open file and the byte of it at which tensor `name` begins, for who reads it without Python; None: there
+        is none."""
+        ...
+
 
 class Executor(Protocol):
     """Runs the steps of one plan. Cache rows are addressed by position, so rolling back is only counting differently,

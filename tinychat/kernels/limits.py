@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.blocks import GQA, KDA, MLA, DeltaRule, Experts, ShortConvolution, Weight
+from tinychat.kernels.blocks import CACHE_VALUE_BYTES, GQA, KDA, MLA, DeltaRule, Experts, ShortConvolution, Weight
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.quant_types import GGML_QUANT_SIZES, GGMLQuantizationType
 from tinychat.kernels.sampling import Sampling
 
 UNLIMITED = 1 << 30
 LATENT_CHUNK = 2048  # tokens of a prompt that the CPU runs together where it makes keys and values of latent rows
+HEADS_BYTES = 32 << 20  # of those that are there at the same time, for each of HEADS_THREADS; more if a head's need it
+HEADS_THREADS = 8
 FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 
 
@@ -42,6 +44,16 @@ class Limits:
     prefill_chunk: int = UNLIMITED  # tokens that run together
     verified: int = 1  # tokens of one step of Executor.verify; 1: more cost as much as single steps, or go not back
     mtp: bool = False  # it runs Plan.mtp
+
+
+def heads_bytes(plan: Plan, context: int, threads: int = HEADS_THREADS) -> int:
+    """Bytes of the keys and values of heads that the CPU makes of latent rows for a prompt of up to `context` tokens
+    and has at the same time."""
+    if not plan.latent:
+        return 0
+    a = plan.latent[0]
+    head = CACHE_VALUE_BYTES * (context + 16) * (a.nope + a.rope.dims + a.v_b.rows)
+    return max(head, min(a.heads * head, min(threads, HEADS_THREADS) * HEADS_BYTES))
 
 
 def check(plan: Plan, limits: Limits, device: str, max_context: int) -> None:

@@ -90,6 +90,9 @@ class RandomWeights:
             first = at % len(self.pool)
             out[:] = np.resize(self.pool, first + len(out))[first:]
 
+    def place(self, name: str) -> tuple[int, int] | None:
+        return None
+
 
 def copies(nbytes: int) -> int:
     """The number of copies of `nbytes` bytes that together are larger than the caches."""
@@ -239,6 +242,9 @@ class PartOfFile(RandomWeights):
             super().read(name, at, out)
         else:
             self.gguf.read(name.split("#")[0], at, out)
+
+    def place(self, name: str) -> tuple[int, int] | None:
+        return None if name.startswith("#") else self.gguf.place(name.split("#")[0])
 
 
 def renamed(part: Any, copy: int) -> Any:

@@ -1,5 +1,7 @@
 """The CPU executor against the float64 forward, and against itself: chunks, threads, saved caches."""
 
+import ctypes
+import os
 import subprocess
 import sys
 import time
@@ -22,7 +24,7 @@ from tinychat.engine.plan import build_plan
 from tinychat.errors import TinychatError
 from tinychat.kernels import sampler
 from tinychat.kernels.cpu.executor import CPUExecutor
-from tinychat.kernels.cpu.library import Library
+from tinychat.kernels.cpu.library import CSource, Library
 from tinychat.kernels.sampling import GREEDY, Sampling
 
 IDS = [290, 17, 204, 99, 3, 256, 258, 64, 131, 64, 17, 280, 5, 77, 31, 8, 120, 240, 19, 66, 201, 14, 9]
@@ -59,7 +61,9 @@ def test_packed_rows_decode_to_the_same_bits(kind: tiny.Q) -> None:
     context = lib.tc_alloc(library.context_bytes)
     lib.tc_open(context, 2)
     packed = lib.tc_alloc(lib.tc_group_bytes(kind, cols) * 2)
-    lib.tc_pack(context, packed, raw.ctypes.data, kind, rows, cols, 1, rows, 0)
+    assert (
+        lib.tc_load(context, ctypes.byref(CSource(-1, kind, rows, cols, 1, rows, 0, raw.ctypes.data, packed)), 1) == 1
+    )
     for g in range(2):
         out = np.empty((cols, 16), np.float32)
         lib.tc_dequantise(packed + g * lib.tc_group_bytes(kind, cols), kind, cols, out.ctypes.data)
@@ -67,6 +71,18 @@ def test_packed_rows_decode_to_the_same_bits(kind: tiny.Q) -> None:
         np.testing.assert_array_equal(out.T.view(np.uint32), want.view(np.uint32))
     assert lib.tc_group_bytes(kind, cols) - raw.nbytes // 2 < 64
     lib.tc_close(context)
+
+
+def test_a_file_that_cannot_be_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf = GGUF.open(path := tiny.write(tmp_path / "m.gguf", "deepseek2_glm"))
+    plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
+    with monkeypatch.context() as patch:  # what only reading without Python finds
+        patch.setattr(GGUF, "place", lambda self, name: (self._files[0].fd, 1 << 40))
+        with pytest.raises(TinychatError, match=r"\.weight could not be read$"):
+            CPUExecutor(plan, gguf, 64, 2)
+    os.truncate(path, gguf.tensors["blk.1.ffn_down_exps.weight"].offset + 1)
+    with pytest.raises(TinychatError, match="has become shorter"):
+        CPUExecutor(plan, gguf, 64, 2)
 
 
 @pytest.mark.parametrize("variant", tiny.NAMES)

@@ -13,7 +13,7 @@ from tests.kernels.cpu.test_executor import IDS, NATIVE, VECTORS, executor, rela
 from tests.support import tiny
 from tests.support.blocks import MODEL_QUANTS
 from tests.support.forward64 import forward
-from tinychat.kernels.cpu import executor as module
+from tinychat.kernels import limits
 from tinychat.kernels.sampling import GREEDY
 
 HEADS = replace(tiny.VARIANTS["deepseek2_youtu"], heads=3, mla=tiny.MLA(96, 256, 64, 32, 40))
@@ -88,6 +88,6 @@ def test_latent_rows_as_keys_and_values_of_heads(
         few = ex.forward(ids[-40:], 380, "all")
         assert few is not None and 0 < relative(few, prompt[-40:]) < 7e-4
         assert_divided([ex.forward(ids[a:b], a, "all") for a, b in pairwise([380, 387, 420])], few, experts=False)
-    monkeypatch.setattr(module, "HEADS_BYTES", 0)
+    monkeypatch.setattr(limits, "HEADS_BYTES", 0)
     with executor(path, flags=flags) as ex:  # a head at a time
         np.testing.assert_array_equal(ex.forward(ids, 0, "all"), prompt)

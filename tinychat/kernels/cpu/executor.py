@@ -28,7 +28,7 @@ from tinychat.kernels.cpu.library import (
 )
 from tinychat.kernels.cpu.program import build
 from tinychat.kernels.executor import ExecutorKind, KeepsInPieces, Logits, Mask, StateCopy, Watch, Weights
-from tinychat.kernels.limits import LATENT_CHUNK, Limits, check
+from tinychat.kernels.limits import LATENT_CHUNK, Limits, check, heads_bytes
 from tinychat.kernels.ops import (
     Attention,
     Convolve,
@@ -64,7 +64,7 @@ SHORT_CHUNK = 256  # tokens that run together
 EXPERTS_CHUNK = 512  # where experts' weights are unpacked, which costs less for each of more tokens
 LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     QUANTS,
-    packed_rows=1 << 27,  # 256 rows are a task of packing
+    packed_rows=1 << 27,  # load.h counts them
     heads=1 << 16,
     head_group=MAX_GROUP,
     kv_rows=1 << 27,  # 256 rows of a kv head are a task of attention
@@ -74,7 +74,6 @@ LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     mtp=True,
 )
 WATCH_S = 0.2  # seconds from one question whether a prompt is wanted any longer to the next
-HEADS_BYTES = 32 << 20  # of those that are there at the same time, for each of eight threads; more if a head's need it
 
 
 class CPUExecutor(KeepsInPieces):
@@ -186,11 +185,8 @@ class CPUExecutor(KeepsInPieces):
         c.layers, c.n_buffers = len(plan.caches), len(widths)
         self._ops = (library.COp * len(ops))(*ops)
         c.ops = ctypes.addressof(self._ops)
-        for a in plan.latent[:1] if self._library.unpacks else []:
-            head = (self.max_context + TILE) * (a.nope + a.rope.dims + a.v_b.rows)
-            room = min(self.threads, 8) * HEADS_BYTES // CACHE_VALUE_BYTES
-            c.expanded_room = max(head, min(a.heads * head, room))
-            c.expanded = self._alloc(c.expanded_room * CACHE_VALUE_BYTES + slack)
+        if room := heads_bytes(plan, self.max_context, self.threads) if self._library.unpacks else 0:
+            c.expanded, c.expanded_room = self._alloc(room + slack), room // CACHE_VALUE_BYTES
         c.buffers = self._array(np.array(addresses, np.uint64))
         c.widths = self._array(np.array(widths, np.int32))
         c.caches = ctypes.addressof(self._caches)
@@ -422,8 +418,13 @@ class CPUExecutor(KeepsInPieces):
         """See MeasurableExecutor.stand_in: no step is enqueued ahead."""
 
     def read_bandwidth(self) -> float:
-        """See MeasurableExecutor.read_bandwidth."""
-        return bandwidth.read_bandwidth([self.threads]).get(self.threads, 0.0)
+        """See MeasurableExecutor.read_bandwidth: of the weights, where they are larger than the caches."""
+        size = bandwidth.block_bytes()
+        return (
+            float(self._lib.tc_bandwidth(self._ctx, self._program.weights_at, size))
+            if self.weight_bytes >= size
+            else 0.0
+        )
 
     def close(self) -> None:
         """See Executor.close."""

@@ -89,6 +89,12 @@ class LayerCache(ctypes.Structure):
     _fields_ = [*_all(_ptr, "k v tail state"), *_all(_i32, "heads k_dim v_dim rows window base")]
 
 
+class CSource(ctypes.Structure):
+    """`Source` of load.h."""
+
+    _fields_ = [*_all(_i32, "fd type rows cols groups stride run"), ("start", _u64), ("to", _ptr)]
+
+
 class StepContext(ctypes.Structure):
     """The first part of `Ctx` of step.c, which is filled from Python."""
 
@@ -123,7 +129,7 @@ class Library:
             ("tc_open", c_int, [_ptr, c_int]),
             ("tc_prepare", c_int, [_ptr]),
             ("tc_close", None, [_ptr]),
-            ("tc_pack", None, [_ptr, _ptr, _ptr, c_int, c_int, c_int, c_int, c_int, c_int]),
+            ("tc_load", c_int, [_ptr, _ptr, c_int]),
             ("tc_dequantise", None, [_ptr, c_int, c_int, _ptr]),
             ("tc_forward", c_int, [_ptr, _ptr, c_int, c_int, c_int, c_int, _ptr, CWatch, _u64]),
             ("tc_step", None, [_ptr, _ptr, c_int, c_int]),
@@ -134,7 +140,7 @@ class Library:
         ):
             function = getattr(lib, name)
             function.restype, function.argtypes = result, args
-        for i, struct in enumerate((CMatrix, COp, SampleSpec, LayerCache, StepContext)):
+        for i, struct in enumerate((CMatrix, COp, SampleSpec, LayerCache, CSource, StepContext)):
             if lib.tc_sizeof(i) != ctypes.sizeof(struct):
                 raise _differ(f"{struct.__name__} has {lib.tc_sizeof(i)} bytes in C, {ctypes.sizeof(struct)} in Python")
             there = {name: lib.tc_offset(i, at) for at, name in enumerate(lib.tc_fields(i).decode().split())}
@@ -147,7 +153,7 @@ class Library:
         self.tags, self.gatings, self.activations = (
             {name: i for i, name in enumerate(lib.tc_names(what).decode().lower().split())} for what in (0, 1, 3)
         )
-        self.context_bytes: int = lib.tc_sizeof(5)
+        self.context_bytes: int = lib.tc_sizeof(6)
         chunk, *constants = (lib.tc_constant(i) for i in range(7))
         expected = {
             "MAX_GROUP": MAX_GROUP,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +24,8 @@ from tinychat.kernels.blocks import (
 )
 from tinychat.kernels.cpu import library
 from tinychat.kernels.cpu.library import STEP, TILE, CMatrix, Library
+from tinychat.kernels.cpu.load import batches, load, stored_type
 from tinychat.kernels.executor import Weights
-from tinychat.kernels.grids import dequantize
 from tinychat.kernels.ops import (
     Head,
     LatentStore,
@@ -43,10 +41,6 @@ from tinychat.kernels.ops import (
     latent_inputs,
     projections,
 )
-from tinychat.kernels.quant_types import GGMLQuantizationType as Q
-
-READERS = 16  # threads that read the file
-PIECE = 4 << 20  # bytes that one of them reads at once, at least
 
 
 @dataclass
@@ -61,6 +55,7 @@ class Program:
     whole: int
     sources: list[tuple[int, Op]]
     routes: np.ndarray
+    weights_at: int  # address of the packed weights
     weight_bytes: int
     arrays: list[np.ndarray] = field(default_factory=list)  # what C points into
 
@@ -77,7 +72,7 @@ def build(
     """Packs the weights (on the threads of `context`) and translates the blocks."""
     lib.prepare({w.type for w in plan.weights})
     packed = plan.matrices
-    sizes = {w: w.groups * -(-w.rows // TILE) * lib.lib.tc_group_bytes(_stored_type(w), w.cols) for w in packed}
+    sizes = {w: w.groups * -(-w.rows // TILE) * lib.lib.tc_group_bytes(stored_type(w), w.cols) for w in packed}
     table = plan.layer_table.table.weight if plan.layer_table else None
     if table:  # its rows stay as they are in the file, from which nothing is read once the model is loaded
         sizes[table] = table.nbytes
@@ -90,16 +85,14 @@ def build(
         raw = weights.raw(w.tensor)[w.start * w.row_bytes :][: w.nbytes].view(np.float32)
         arrays.append(raw.reshape(w.groups, w.rows, w.cols).transpose(0, 2, 1).copy())
         places[w] = arrays[-1].ctypes.data
-    at, done, of_tensor = arena, 0, defaultdict[str, list[Weight]](list)
+    at, done = arena, 0
     for w in packed:
         places[w] = at
         at += sizes[w]
-        of_tensor[w.tensor].append(w)
-    for name, raw in _read(weights, list(of_tensor)):
-        for w in of_tensor[name]:
-            _pack(lib, context, w, raw, places[w])
-            done += sizes[w]
-            progress(done / total)
+    for batch in batches(packed):
+        load(lib, context, weights, {w: places[w] for w in batch})
+        done += sum(sizes[w] for w in batch)
+        progress(done / total)
     if table:
         places[table] = at
         weights.read(table.tensor, 0, np.ctypeslib.as_array((ctypes.c_ubyte * table.nbytes).from_address(at)))
@@ -107,42 +100,12 @@ def build(
     translator = _Translator(plan, places, max_context, lib, arrays)
     steps, drafts = list(translator.ops()), list(translator.draft_ops())
     whole = translator.whole or len(steps)
-    return Program(steps + drafts, len(steps), whole, sources(plan), translator.routes, total, arrays)
-
-
-def _read(weights: Weights, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Each tensor and its bytes, which last until the next one."""
-    buffer = np.empty(max(map(weights.size, names), default=0), np.uint8)
-    with ThreadPoolExecutor(READERS) as pool:
-        for name in names:
-            size = weights.size(name)
-            step = max(PIECE, -(-size // READERS))
-            parts = [(at, buffer[at : min(at + step, size)]) for at in range(0, size, step)]
-            for piece in [pool.submit(weights.read, name, at, part) for at, part in parts]:
-                piece.result()
-            yield name, buffer[:size]
+    return Program(steps + drafts, len(steps), whole, sources(plan), translator.routes, arena, total, arrays)
 
 
 def sources(plan: Plan) -> list[tuple[int, Op]]:
     """The plan's ops that are ops of step.c, with their index in the plan."""
     return [(i, o) for i, o in enumerate(plan.ops) if not isinstance(o, RopeStore | LatentStore)]
-
-
-def _stored_type(w: Weight) -> Q:
-    return Q.F16 if w.transposed else w.type
-
-
-def _pack(lib: Library, context: int, w: Weight, raw: np.ndarray, to: int) -> None:
-    """Repacks `w` from its tensor's bytes to address `to`."""
-    if w.transposed:  # K of a legacy attn_kv_b: its rows are our columns
-        rows = raw.reshape(-1, w.row_bytes)
-        with np.errstate(all="ignore"):  # a damaged file may hold any bits
-            parts = [dequantize(rows[g * w.stride + w.start :][: w.cols], w.type).T for g in range(w.groups)]
-            half = np.ascontiguousarray(np.stack(parts).astype(np.float16))
-        lib.lib.tc_pack(context, to, half.ctypes.data, Q.F16, w.rows, w.cols, w.groups, w.rows, 0)
-    else:
-        source = raw.ctypes.data + w.start * w.row_bytes
-        lib.lib.tc_pack(context, to, source, w.type, w.rows, w.cols, w.groups, w.stride, w.run)
 
 
 class _Translator:
@@ -419,7 +382,7 @@ class _Translator:
         return {"rope": self.tables[rope], "rope_dims": rope.dims, "neox": int(rope.style == "neox")}
 
     def _matrix(self, w: Weight | None) -> CMatrix:
-        return CMatrix(_stored_type(w), w.rows, w.cols, w.groups, self.places[w]) if w else CMatrix()
+        return CMatrix(stored_type(w), w.rows, w.cols, w.groups, self.places[w]) if w else CMatrix()
 
     def _op(
         self,

@@ -120,21 +120,28 @@ static void rearrange(uint8_t *start, int type, Field f) {
     for (int i = 0; i < words; i++) word[i] ^= 0x80808080;
 }
 
-// Interleaves one field of 16 blocks; a missing row (src NULL) is zeros.
-static uint8_t *pack_field(uint8_t *dst, const uint8_t *const src[16], size_t at, Field f, int type) {
+// Interleaves one field of 16 blocks; a missing row (src NULL) is zeros. `whole`: 16 bytes may be read of a field of bytes.
+static uint8_t *pack_field(uint8_t *dst, const uint8_t *const src[16], size_t at, Field f, int type, int whole) {
   static const uint8_t zeros[256];
   const uint8_t *from[16];
   uint8_t *start = dst;
   for (int r = 0; r < 16; r++) from[r] = src[r] ? src[r] + at + f.offset : zeros;
   if (f.granule == 4) {
-    for (int i = 0; i < f.length; i += 4)
+    int i = 0;
+    for (; i + 16 <= f.length; i += 16, dst += 256)
+      for (int r = 0; r < 16; r += 4) interleave_words(dst + 4 * r, from + r, i);
+    for (; i < f.length; i += 4)
       for (int r = 0; r < 16; r++, dst += 4) memcpy(dst, from[r] + i, 4);
     rearrange(start, type, f);
-  } else if (f.granule == 2)
+  } else if (f.granule == 2) {
     for (int r = 0; r < 16; r++, dst += 2) memcpy(dst, from[r], 2);
-  else
+  } else if (whole) {
+    interleave_bytes(dst, from, f.length);
+    dst += 16 * f.length;
+  } else {
     for (int i = 0; i < f.length; i++)
       for (int r = 0; r < 16; r++) *dst++ = from[r][i];
+  }
   return dst;
 }
 
@@ -144,10 +151,10 @@ static void pack_group(uint8_t *dst, const uint8_t *const src[16], int type, int
   for (int first = 0, blocks = cols / l->block; first < blocks; first += l->chunk) {
     int last = first + l->chunk < blocks ? first + l->chunk : blocks;
     for (int k = first; k < last; k++)
-      for (int f = 0; f < 2 && l->b[f].length; f++) dst = pack_field(dst, src, (size_t)k * l->bytes, l->b[f], type);
+      for (int f = 0; f < 2 && l->b[f].length; f++) dst = pack_field(dst, src, (size_t)k * l->bytes, l->b[f], type, 0);
     dst += -(uintptr_t)dst & (l->block > 1 ? 63 : 0);
     for (int k = first; k < last; k++)
-      for (int f = 0; f < 5 && l->a[f].length; f++) dst = pack_field(dst, src, (size_t)k * l->bytes, l->a[f], type);
+      for (int f = 0; f < 5 && l->a[f].length; f++) dst = pack_field(dst, src, (size_t)k * l->bytes, l->a[f], type, l->a[f].length > 8 && l->a[f].offset + 16 <= l->bytes);
   }
 }
 

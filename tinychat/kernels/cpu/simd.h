@@ -346,3 +346,32 @@ INLINE void transpose16(u16x16 v[16]) {
   }
   for (int i = 0; i < 16; i++) v[i] = t[i];
 }
+
+// 16 bytes from number i on of four rows, word by word: word j of the rows goes to dst + 64 * j.
+INLINE void interleave_words(uint8_t *dst, const uint8_t *const rows[4], int i) {
+  typedef uint32_t Words __attribute__((vector_size(16)));
+  Words v[4], pairs[4];
+  for (int r = 0; r < 4; r++) memcpy(&v[r], rows[r] + i, 16);
+  for (int r = 0; r < 2; r++) {
+    pairs[2 * r] = __builtin_shufflevector(v[r], v[r + 2], 0, 4, 1, 5);
+    pairs[2 * r + 1] = __builtin_shufflevector(v[r], v[r + 2], 2, 6, 3, 7);
+  }
+  for (int r = 0; r < 2; r++) {
+    Words low = __builtin_shufflevector(pairs[r], pairs[r + 2], 0, 4, 1, 5), high = __builtin_shufflevector(pairs[r], pairs[r + 2], 2, 6, 3, 7);
+    memcpy(dst + 128 * r, &low, 16), memcpy(dst + 128 * r + 64, &high, 16);
+  }
+}
+
+// The first n bytes of 16 rows, at most 16, byte by byte. 16 bytes of each row are read.
+INLINE void interleave_bytes(uint8_t *dst, const uint8_t *const rows[16], int n) {
+  u8x16 v[16], w[16];
+  for (int r = 0; r < 16; r++) v[r] = ld8(rows[r]);
+  for (int step = 0; step < 4; step++) {  // a perfect shuffle of all of them
+    for (int r = 0; r < 8; r++) {
+      w[2 * r] = __builtin_shufflevector(v[r], v[r + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      w[2 * r + 1] = __builtin_shufflevector(v[r], v[r + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    }
+    for (int r = 0; r < 16; r++) v[r] = w[r];
+  }
+  for (int i = 0; i < n; i++) memcpy(dst + 16 * i, &v[i], 16);
+}

@@ -17,6 +17,7 @@
 #include "delta.h"
 #include "expand.h"
 #include "input.h"
+#include "load.h"
 #include "panels.h"
 #include "pool.h"
 #include "sample.h"
@@ -1534,8 +1535,8 @@ EXPORT size_t tc_group_bytes(int type, int cols) { return group_bytes(type, cols
 
 // What library.py has copies of: the sizes of the structures (of Ctx the part up to `sampling`, then all of it), and names.
 EXPORT size_t tc_sizeof(int what) {
-  size_t sizes[] = {sizeof(Matrix), sizeof(Op), sizeof(SampleSpec), sizeof(LayerCache), offsetof(Ctx, sampling) + sizeof(uint64_t),
-                    sizeof(Ctx)};
+  size_t sizes[] = {sizeof(Matrix), sizeof(Op), sizeof(SampleSpec), sizeof(LayerCache), sizeof(Source),
+                    offsetof(Ctx, sampling) + sizeof(uint64_t), sizeof(Ctx)};
   return sizes[what];
 }
 #define NAME(name, ...) #name " "
@@ -1549,11 +1550,12 @@ EXPORT size_t tc_sizeof(int what) {
   X(logit_scale) X(lower_bound)                                                                                                 \
   X(norm) X(q_norm) X(k_norm) X(rope) X(sinks) X(shared_scale) X(bias) X(routes) X(w)
 #define SAMPLE_FIELDS(X) SAMPLING(X) X(n_penalised) X(seed) X(penalised) X(divisors) X(amounts) X(mask)
+#define SOURCE_FIELDS(X) X(fd) X(type) X(rows) X(cols) X(groups) X(stride) X(run) X(start) X(to)
 #define CACHE_FIELDS(X) X(k) X(v) X(tail) X(state) X(heads) X(k_dim) X(v_dim) X(rows) X(window) X(base)
 #define CONTEXT_FIELDS(X)                                                                                                       \
   X(n_ops) X(n_step) X(n_whole) X(max_context) X(batch) X(vocab) X(layers) X(n_buffers) X(ops) X(buffers) X(widths) X(caches) X(ticks) X(expanded) X(expanded_room) X(sampling)
 EXPORT const char *tc_fields(int what) {
-  const char *names[] = {MATRIX_FIELDS(NAME), OP_FIELDS(NAME), SAMPLE_FIELDS(NAME), CACHE_FIELDS(NAME), CONTEXT_FIELDS(NAME)};
+  const char *names[] = {MATRIX_FIELDS(NAME), OP_FIELDS(NAME), SAMPLE_FIELDS(NAME), CACHE_FIELDS(NAME), SOURCE_FIELDS(NAME), CONTEXT_FIELDS(NAME)};
   return names[what];
 }
 EXPORT size_t tc_offset(int what, int field) {
@@ -1569,10 +1571,13 @@ EXPORT size_t tc_offset(int what, int field) {
 #define STRUCTURE LayerCache
   static const size_t cache[] = {CACHE_FIELDS(OFFSET)};
 #undef STRUCTURE
+#define STRUCTURE Source
+  static const size_t source[] = {SOURCE_FIELDS(OFFSET)};
+#undef STRUCTURE
 #define STRUCTURE Ctx
   static const size_t context[] = {CONTEXT_FIELDS(OFFSET)};
 #undef STRUCTURE
-  static const size_t *const offsets[] = {matrix, op, sample, cache, context};
+  static const size_t *const offsets[] = {matrix, op, sample, cache, source, context};
   return offsets[what][field];
 }
 #define NAME_AND_VALUE(name, value, ...) #name "=" #value " "
@@ -1585,40 +1590,7 @@ EXPORT double tc_constant(int what) {
   return values[what];
 }
 
-typedef struct {
-  uint8_t *dst;
-  const uint8_t *src;
-  size_t row_bytes;
-  int type, rows, cols, groups, stride, run, threads;
-} PackJob;
-
-static int pack_tasks(void *arg, int phase) {
-  PackJob *j = arg;
-  return ((j->rows + 15) / 16 * j->groups + 15) / 16;
-}
-
-static void pack_task(void *arg, int phase, int task, int tasks, int id) {
-  PackJob *j = arg;
-  int per = (j->rows + 15) / 16, total = per * j->groups;
-  task = place_of(task, tasks, j->threads);
-  for (int i = 16 * task; i < 16 * task + 16 && i < total; i++) {
-    const uint8_t *rows[16];
-    for (int r = 0; r < 16; r++) {
-      int at = i % per * 16 + r;
-      size_t place = j->run ? (size_t)(at / j->run) * j->stride + at % j->run : (size_t)(i / per) * j->stride + at;
-      rows[r] = at < j->rows ? j->src + place * j->row_bytes : NULL;
-    }
-    pack_group(j->dst + (size_t)i * group_bytes(j->type, j->cols), rows, j->type, j->cols);
-  }
-}
-
-// Packs `groups` matrices of rows x cols from the file's form; matrix g starts at row g * stride of src. Or one whose rows lie
-// in runs of `run`, each `stride` rows behind the one before.
-EXPORT void tc_pack(Ctx *c, uint8_t *dst, const uint8_t *src, int type, int rows, int cols, int groups, int stride, int run) {
-  const QuantLayout *l = &layouts[type];
-  PackJob job = {dst, src, (size_t)(cols / l->block) * l->bytes, type, rows, cols, groups, stride, run, c->pool.threads};
-  pool_run(&c->pool, (Work){1, pack_tasks, pack_task, NULL, &job});
-}
+EXPORT int tc_load(Ctx *c, const Source *sources, int n) { return load(&c->pool, sources, n); }
 
 // The inverse, for tests and the embedding: 16 packed rows to float32 (cols, 16).
 EXPORT void tc_dequantise(const uint8_t *group, int type, int cols, float *out) {
