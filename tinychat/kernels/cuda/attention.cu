@@ -387,15 +387,21 @@ DEVICE void attend(Args a, int column, int count) {
 // Where there would be more blocks with keys than places for them, a block takes several columns.
 DEVICE void run(const Args &a) {
   if constexpr (COLUMNS == 1) return attend(a, 0, 1);
-  const int known = a.state[POS], count = a.state[COUNT], first = blockIdx.x / KV_HEADS, per = split_keys(known);
-  const int together = TOGETHER > 1 && count * KV_HEADS * (known / per + 1) > PLACES ? TOGETHER : 1;
+  const int known = a.state[POS], first = blockIdx.x / KV_HEADS;
+  if ((int)blockIdx.z * CHUNK_KEYS >= known + COLUMNS) return;  // no keys, without a division: most blocks behind few
+  if constexpr (TOGETHER == 1) {
+    if (first < a.state[COUNT]) attend(a, first, 1);
+    return;
+  }
+  constexpr int MOST = PLACES / (COLUMNS * KV_HEADS);                     // splits that have places, a column a block
+  const int together = known >= MOST * split_keys(known) ? TOGETHER : 1;  // in all blocks alike
   if (first % together) return;
-  const int end = min(first + together, count);
+  const int end = min(first + together, a.state[COUNT]);
   for (int column = first; column < end;) {
     int n = end - column;
-    while (TOGETHER > 1 && split_keys(known + column + n - 1) != split_keys(known + column)) n--;
+    while (n > 1 && split_keys(known + column + n - 1) != split_keys(known + column)) n--;
     attend(a, column, n);
     column += n;
-    if (TOGETHER > 1) __syncthreads();
+    __syncthreads();
   }
 }
