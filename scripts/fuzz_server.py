@@ -3,7 +3,7 @@
     python -m scripts.fuzz_server http://127.0.0.1:8080 [-n 10000] [--seed 0]
 
 Requests are good ones that are broken at random: values of other types and sizes, fields that nobody knows, bodies cut
-and flipped, headers, methods, paths, and bytes that are no HTTP.
+and flipped, headers, methods, paths, and bytes that are no HTTP. The exit status is 1 where something was wrong.
 """
 
 from __future__ import annotations
@@ -240,6 +240,15 @@ def send_raw(url: str, data: bytes) -> int:
     return int(words[1]) if len(words) > 1 and words[0].startswith(b"HTTP/") else 0
 
 
+def _good(client: httpx.Client) -> str:
+    """What is wrong with the answer to a good request."""
+    try:
+        answer = client.post("/v1/completions", json={"model": "m", "prompt": "Once", "max_tokens": 1})
+    except httpx.HTTPError as e:
+        return repr(e)
+    return "" if answer.status_code == 200 else f"{answer.status_code} {answer.text[:200]}"
+
+
 def fuzz(url: str, n: int, seed: int, every: int = 50) -> tuple[Counter[int], list[str]]:
     """Statuses and what was wrong. After each `every` attempts a good request must be answered."""
     rng, statuses, wrong = random.Random(seed), Counter[int](), list[str]()
@@ -254,15 +263,18 @@ def fuzz(url: str, n: int, seed: int, every: int = 50) -> tuple[Counter[int], li
             except (httpx.TimeoutException, TimeoutError):
                 wrong.append(f"hangs: {shown}")
                 continue
+            except (httpx.ConnectError, ConnectionRefusedError):
+                wrong.append(f"no server any more: {shown}")
+                break
             except (httpx.HTTPError, ValueError, UnicodeError):
                 continue  # the client does not even send it
             statuses[status] += 1
             if status >= 500:
                 wrong.append(f"{status}: {shown}")
             if i % every == every - 1 or i == n - 1:
-                good = client.post("/v1/completions", json={"model": "m", "prompt": "Once", "max_tokens": 1})
-                if good.status_code != 200:
-                    wrong.append(f"the next good request: {good.status_code} {good.text[:200]}, after {shown}")
+                said = _good(client)
+                if said:
+                    wrong.append(f"the next good request: {said}, after {shown}")
     return statuses, wrong
 
 

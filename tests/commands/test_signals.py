@@ -54,7 +54,7 @@ def kept() -> None:
     assert not history.problem
     (only,) = history.find()
     question, answer = history.load(only.id).turns
-    assert (question.text, answer.role) == (STORY, "assistant") and history.draft(only.id) == "not sent yet"
+    assert (question.text, answer.role) == (STORY, "assistant") and history.draft(only.id).text == "not sent yet"
     history.close()
 
 
@@ -94,7 +94,7 @@ def test_an_answer_on_the_command_line(smollm2_path: Path, number: signal.Signal
 
 
 def test_a_benchmark(smollm2_path: Path) -> None:
-    with terminal("bench", str(smollm2_path), "-n", "1000", "-p", "16", "--threads", "1") as t:
+    with terminal("bench", str(smollm2_path), "-n", "1000", "-p", "1500", "--threads", "1") as t:
         t.read("warming up")
         t.process.send_signal(signal.SIGTERM)
         seen = t.read(None)

@@ -60,7 +60,11 @@ def test_a_file_that_another_program_cuts_short(small: Path) -> None:
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "m.gguf")
-    for path, kind in ((tmp_path / "m.gguf", "device"), (Path("/dev/zero"), "device"), (tmp_path, "folder")):
+    for path, kind in (
+        (tmp_path / "m.gguf", "pipe or device"),
+        (Path("/dev/zero"), "pipe or device"),
+        (tmp_path, "folder"),
+    ):
         with pytest.raises(TinychatError, match=f"a {kind}, not a .gguf file$"):
             GGUF.open(path)
 

@@ -90,6 +90,8 @@ def test_a_path(tmp_path: Path) -> None:
         resolve("here.GGUF")
     with pytest.raises(TinychatError, match="a folder"):
         resolve(f"{tmp_path}/")
+    with pytest.raises(TinychatError, match="a pipe or device"):
+        resolve("/dev/null")
 
 
 def test_a_url() -> None:

@@ -1,6 +1,8 @@
 """What the terminal is told beside the screen."""
 
 import re
+from collections import deque
+from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
@@ -10,7 +12,7 @@ from textual.message import Message
 from tinychat.ui.announcer import LONG, Announcer, notification
 from tinychat.ui.chat.painter import Painter
 from tinychat.ui.chat.view import ChatView
-from tinychat.ui.driver import ASK, BURST, LOST, SETTLE, Link, pasted
+from tinychat.ui.driver import ASK, BURST, LOST, SETTLE, Link, TerminalDriver, pasted
 
 
 def test_the_title_and_the_bell():
@@ -83,9 +85,26 @@ def test_more_text_than_anybody_types_at_once_is_a_paste():
         return [m.text if isinstance(m, Paste) else m.key for m in pasted(messages) if isinstance(m, Key | Paste)]
 
     long = "x" * BURST
+    assert shown(keys("one line\rtwo\r")) == ["one line\ntwo\n"]
+    assert shown(keys("a script's line\r"))[-1] == "enter" == shown(keys("\r" * 20))[0]
     assert shown(keys("hello\rand\r")) == ["h", "e", "l", "l", "o", "enter", "a", "n", "d", "enter"]
     assert shown(keys(f"{long}\r")) == [long, "enter"]
     assert shown(keys(f"{long}\r\x03")) == [long, "enter", "ctrl+c"]
     assert shown(keys(f"one\r{long}\r")) == [f"one\n{long}\n"]
     held = [Key("down", None)] * BURST
     assert pasted(held) == held, "a key that is held"
+
+
+def test_a_paste_in_pieces_is_one_and_a_key_is_not_waited_for(monkeypatch):
+    pieces = deque([b"first\r", b"second", b"\r", b"e", b"\r"])
+    waited = list[float]()
+
+    def ready(fds: object, _: object, __: object, seconds: float) -> tuple[list[object]]:
+        waited.append(seconds)
+        return ([fds] if len(pieces) > 2 else [],)  # the last two are typed later
+
+    monkeypatch.setattr("tinychat.ui.driver.os.read", lambda *_: pieces.popleft())
+    monkeypatch.setattr("tinychat.ui.driver.select.select", ready)
+    read = partial(TerminalDriver._read, cast(TerminalDriver, SimpleNamespace(fileno=0)))
+    assert read() == b"first\rsecond\r" and len(waited) == 3
+    assert (read(), read()) == (b"e", b"\r") and len(waited) == 3

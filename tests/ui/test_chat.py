@@ -15,7 +15,7 @@ from textual.widgets import Input, OptionList
 from tests.support.screens import text_of, until
 from tests.support.scripted import INFO, LONG, Script, scripted
 from tinychat.chat.conversation import Conversation, Turn
-from tinychat.chat.history import History
+from tinychat.chat.history import Draft, History
 from tinychat.models import cache
 from tinychat.ui import editor
 from tinychat.ui.app import TinychatApp
@@ -23,6 +23,7 @@ from tinychat.ui.chat import models, transcript
 from tinychat.ui.chat.message import AnswerMessage, NoticeLine, TurnMessage, UserMessage
 from tinychat.ui.chat.overflow import OverflowScreen
 from tinychat.ui.chat.transcript import Between, Earlier
+from tinychat.ui.driver import pasted
 
 
 class Desk:
@@ -125,7 +126,12 @@ async def test_enter_sends_and_new_lines_and_pastes_do_not():
         await d.pilot.press("enter")
         await d.until(lambda: d.turns)
         assert d.turns[0].text.startswith("a\nb\ncx\ny\nz")
+        await d.settle()
         await d.until(lambda: d.chat.prompt.size.height == 1)
+        for message in pasted([events.Key("enter" if c == "\r" else c, c) for c in "ls -l\rcd ..\r"]):
+            d.app.post_message(message)  # a terminal that does not mark a paste
+        await d.until(lambda: d.chat.prompt.text == "ls -l\ncd ..\n")
+        assert len(d.turns) == 2 and not d.controller.queue
 
 
 async def test_fast_typing_loses_nothing():
@@ -808,16 +814,16 @@ async def test_drafts_are_kept_for_each_conversation_and_across_restarts(tmp_pat
         await d.pilot.press("enter")
         await d.settle()
         d.chat.keep_draft()
-        assert history.draft("") == "" and history.draft(first) == "about the first"
+        assert history.draft("").text == "" and history.draft(first).text == "about the first"
         history.delete(first)
-        assert history.draft(first) == ""
+        assert history.draft(first) == Draft()
     async with desk("word " * 5000, history=history, rate=100) as d:
         await d.send("running")
         await d.send("waiting")
         await d.type("typed")
         await d.pilot.press("ctrl+q")
         await d.until(lambda: d.app._exit)
-        assert history.draft(d.controller.conversation.id) == "waiting\ntyped"
+        assert history.draft(d.controller.conversation.id).text == "waiting\ntyped"
 
 
 async def test_words_that_look_like_files_and_commands(tmp_path, monkeypatch):
@@ -982,10 +988,13 @@ async def test_a_folded_paste_is_one_thing_and_always_the_whole_text(tmp_path):
         assert d.app.clipboard == whole and not prompt.text
         await d.pilot.press("ctrl+z")
         d.chat.keep_draft()
-        assert history.draft("") == whole
+        assert history.draft("") == (whole, (one, two))
         prompt.set_aside("/rename x")
         prompt.bring_back()
         assert prompt.document.line_count == 2 and prompt.text == whole
+    async with desk(history=History(tmp_path / "h.db")) as d:
+        await d.until(lambda: d.screen.replace("\xa0", " ").count("[300 lines, 301 tokens") == 2)
+        assert d.chat.prompt.text == whole, "a draft of last time has its labels"
         await d.pilot.press("enter")
         await d.settle()
         assert d.turns[0].text == whole and one.strip() in d.script.prompts[0]

@@ -111,7 +111,7 @@ def test_c_opens_the_last_conversation_and_f6_the_editor(tmp_path: Path) -> None
         t.read(None)
         assert t.process.returncode == 0 and t.restored
     (only,) = history.find()
-    assert history.draft(only.id) == "my draft\nfrom --wait fail"
+    assert history.draft(only.id).text == "my draft\nfrom --wait fail"
     history.close()
 
 

@@ -16,7 +16,7 @@ from tests.support.scripted import INFO, Script, scripted
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat.markdown import MarkdownView
-from tinychat.ui.chat.markdown.blocks import PARSER, ROWS, STRUCTURE, Block, Splitter, in_open_fence
+from tinychat.ui.chat.markdown.blocks import PARSER, ROWS, STRUCTURE, TEXT, Block, Splitter, in_open_fence
 from tinychat.ui.chat.markdown.layout import lay_out
 
 DOCUMENT = """# Title
@@ -138,7 +138,7 @@ def test_a_block_that_never_ends_is_looked_through_less_and_less_often(monkeypat
     parsed = parsed_lengths(monkeypatch, STRUCTURE)
     splitter = Splitter()
     for _ in range(2000):
-        splitter.feed("a line of 20 letters\n")
+        splitter.feed("> line of 20 letters\n")
     assert sum(parsed) < 30 * 2000 * 21 and not splitter.done
     splitter.feed("\nanother\n" + "and more\n" * 800)
     assert len(splitter.done) == 1
@@ -230,6 +230,32 @@ def test_of_a_long_table_only_the_last_rows_are_read_and_laid_out_again(monkeypa
     monkeypatch.setattr("tinychat.ui.chat.markdown.blocks.ROWS", len(text))
     at_once = MarkdownView(text)
     at_once._lay(width)
+    assert view.source == text and view._lines == at_once._lines
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    ["It goes on *and on* with `code`. ", "A line **of it**  \nbut_one_ [more\n", "没有空格的一段话**重点**"],
+)
+def test_of_a_long_paragraph_only_the_end_is_read_and_laid_out_again(monkeypatch, sentence):
+    text = f"# Title\n{sentence * (4 * TEXT // len(sentence))}\n- item\n"
+    view = MarkdownView()
+    view._laid_width = 30
+    parsed = parsed_lengths(monkeypatch, PARSER)
+    for i in range(0, len(text), 150):
+        parsed.clear()
+        view._splitter.feed(text[i : i + 150])
+        view._lay(30)
+        assert max(parsed) < 1.2 * TEXT
+        if i % 1500 == 0 and i + 150 < len(text):
+            at_once = MarkdownView(view.source)
+            at_once._lay(30)
+            assert view._lines[:-1] == at_once._lines[:-1]
+    assert view._splitter.done[3].joins
+    at_once = MarkdownView(text)
+    at_once._lay(30)
+    view.finish()
+    view._lay(30)
     assert view.source == text and view._lines == at_once._lines
 
 

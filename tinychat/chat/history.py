@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from platformdirs import user_data_dir
 
@@ -38,6 +38,7 @@ _MIGRATIONS = [  # index + 1 is the user_version it leads to
     CREATE TABLE prompts(id INTEGER PRIMARY KEY AUTOINCREMENT, text TEXT NOT NULL UNIQUE);
     """,
     "CREATE TABLE drafts(conversation TEXT PRIMARY KEY, text TEXT NOT NULL)",
+    "ALTER TABLE drafts ADD COLUMN pastes TEXT NOT NULL DEFAULT '[]'",  # JSON: [place in the text, characters] of each
 ]
 _PROJECT = "CASE WHEN json_valid(c.data) THEN coalesce(json_extract(c.data, '$.project'), '') ELSE '' END"
 _PREVIEW = (
@@ -75,6 +76,13 @@ class Summary:
     snippet: str = ""
     project: str = ""
     preview: str = ""
+
+
+class Draft(NamedTuple):
+    """What is typed and not sent, and which long pastes are in it."""
+
+    text: str = ""
+    pastes: tuple[str, ...] = ()
 
 
 class History:
@@ -206,19 +214,24 @@ class History:
             db.execute("DELETE FROM conversations WHERE id = ?", (id,))
             db.execute("DELETE FROM drafts WHERE conversation = ?", (id,))
 
-    def set_draft(self, conversation: str, text: str) -> None:
-        """Stores the text that is typed and not sent in `conversation` ("": a new one); an empty text deletes it."""
+    def set_draft(self, conversation: str, draft: Draft) -> None:
+        """Stores the draft of `conversation` ("": a new one); one without text deletes it."""
+        text, pastes = draft
         with self._transaction() as db:
             if text:
-                db.execute("INSERT OR REPLACE INTO drafts VALUES(?,?)", (conversation, encodable(text)))
+                places = json.dumps([[text.index(p), len(p)] for p in pastes if p in text])
+                db.execute("INSERT OR REPLACE INTO drafts VALUES(?,?,?)", (conversation, encodable(text), places))
             else:
                 db.execute("DELETE FROM drafts WHERE conversation = ?", (conversation,))
 
-    def draft(self, conversation: str) -> str:
-        """The text that `set_draft` stored."""
+    def draft(self, conversation: str) -> Draft:
+        """What `set_draft` stored."""
         with self._transaction("DEFERRED") as db:
-            row = db.execute("SELECT text FROM drafts WHERE conversation = ?", (conversation,)).fetchone()
-        return row[0] if row else ""
+            row = db.execute("SELECT text, pastes FROM drafts WHERE conversation = ?", (conversation,)).fetchone()
+        text, places = row or ("", "[]")
+        with contextlib.suppress(ValueError, TypeError):  # damaged: the text alone
+            return Draft(text, tuple(text[at : at + n] for at, n in json.loads(places)))
+        return Draft(text)
 
     def add_prompt(self, text: str) -> None:
         """Stores a typed prompt as the latest; equal texts are stored once."""

@@ -56,7 +56,7 @@ class _File:
             raise self._unreadable(e) from None
         found = os.fstat(self.fd)
         if not stat.S_ISREG(found.st_mode):
-            kind = "folder" if stat.S_ISDIR(found.st_mode) else "device"
+            kind = "folder" if stat.S_ISDIR(found.st_mode) else "pipe or device"
             raise TinychatError(f"{printable(str(path))}: a {kind}, not a .gguf file")
         self.size = found.st_size
 

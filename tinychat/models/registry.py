@@ -793,9 +793,8 @@ def resolve(text: str, extra: Iterable[Model] = ()) -> Model:
     if os.path.isfile(path):
         return Model(path.name, path=path)
     if text.lower().endswith(".gguf") or "/" in text:
-        raise TinychatError(
-            f"{printable(text)}: {'a folder, not a .gguf file' if os.path.isdir(path) else 'no such file'}"
-        )
+        what = "a folder" if os.path.isdir(path) else "a pipe or device" if os.path.exists(path) else ""
+        raise TinychatError(f"{printable(text)}: {f'{what}, not a .gguf file' if what else 'no such file'}")
     names = {n.lower(): n for model in models for n in (model.name, *model.aliases)}
     near = difflib.get_close_matches(text.lower(), names, 1)
     meant = f"; did you mean {names[near[0]]}?" if near else ""

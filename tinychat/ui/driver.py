@@ -33,7 +33,8 @@ LOST = 10.0  # seconds after which no answer is expected any more
 SETTLE = 1.0  # seconds
 LARGEST = Size(2000, 1000)  # of a wall of screens; a larger size, which nobody sees, is laid out for minutes
 POLL = 0.1  # seconds
-BURST = 100  # characters at once that nobody has typed
+KEY = 4  # bytes: the longest character
+LINES, BURST = 12, 100  # characters at once that nobody has typed if a line ends among them, and in one line
 LONGEST = 1 << 24  # bytes of a paste
 ON = 0.02  # seconds in which the next piece of a paste comes
 _NO_TEXT = re.compile(r"\x1b[\[O][0-9;?]*.|[^\n\t -~\x80-\U0010ffff]")  # arrows and the like, control characters
@@ -129,13 +130,11 @@ class TerminalDriver(LinuxDriver):
             self._gone()
 
     def _read(self) -> bytes:
-        """What the terminal has sent; of a paste that it does not mark as one, which comes in pieces, all. Other
-        input, the mouse's for example, may never pause."""
+        """What the terminal has sent; of a paste that it does not mark as one, which comes in pieces, all. A key comes
+        alone and is not waited behind. Other input, the mouse's for example, may never pause."""
         if not (data := os.read(self.fileno, 4096)):
             raise OSError("end of file")
-        while (
-            BURST <= len(data) < LONGEST and b"\x1b" not in data[-4096:] and select.select([self.fileno], [], [], ON)[0]
-        ):
+        while KEY < len(data) < LONGEST and b"\x1b" not in data[-4096:] and select.select([self.fileno], [], [], ON)[0]:
             if not (piece := os.read(self.fileno, 4096)):
                 break
             data += piece
@@ -204,14 +203,14 @@ class Link:
 def pasted(messages: Iterable[Message]) -> list[Message]:
     """`messages`, with a paste in place of more text than anybody types at once: it comes from a terminal that does not
     say so. Taken as keys each line would be sent, and a long text would take minutes. An Enter behind one line stays
-    one."""
+    one: a program may have typed it."""
     found = list[Message]()
     for is_text, run in groupby(messages, _is_text):
         keys = list(run)
-        if is_text and len(keys) >= BURST:
-            text = "".join(key.character or "" for key in keys if isinstance(key, Key)).replace("\r", "\n")
-            whole = text.find("\n") < len(text) - 1
-            found += [Paste(text)] if whole else [Paste(text[:-1]), keys[-1]]
+        text = "".join(key.character or "" for key in keys if isinstance(key, Key)).replace("\r", "\n")
+        lines = "\n" in text[:-1] and bool(text.strip())
+        if is_text and len(keys) >= (LINES if lines else BURST):
+            found += [Paste(text)] if lines or text[-1] != "\n" else [Paste(text[:-1]), keys[-1]]
         else:
             found += keys
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -449,15 +449,24 @@ def _watching(watch: Watch | None, done: float, share: float) -> Iterator[ctypes
     raised."""
     raised = list[BaseException]()
 
-    def ask(part: float) -> int:
-        try:
-            assert watch
-            return watch(done + share * part)
-        except BaseException as e:  # an interrupt, too: C would lose it
-            raised.append(e)
-            return True
+    def asked() -> Generator[bool, float]:
+        """A generator, which is in its `try` when it is called: a signal that came while C ran raises before the first
+        line of what C calls, and C would lose it."""
+        stop = False
+        while True:
+            try:
+                part = yield stop
+                assert watch
+                stop = watch(done + share * part)
+            except GeneratorExit:
+                return
+            except BaseException as e:
+                raised.append(e)
+                stop = True
 
-    yield library.CWatch(ask) if watch else library.CWatch()
+    ask = asked()
+    next(ask)
+    yield library.CWatch(ask.send) if watch else library.CWatch()
     if raised:
         raise raised[0]
 

@@ -50,6 +50,10 @@ class Folds:
             text = text.replace(pasted, latest[pasted])
         return text
 
+    def within(self, text: str) -> tuple[str, ...]:
+        """The texts that were pasted before and are in `text`."""
+        return tuple(pasted for pasted in dict.fromkeys(self._texts.values()) if pasted in text)
+
     def spans(self, line: str) -> list[tuple[int, int, str]]:
         """Where labels stand in a line of the prompt: start, end, label."""
         return [(*m.span(), m[0]) for m in self._labels.finditer(line)] if self._labels else []

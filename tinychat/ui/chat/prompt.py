@@ -138,8 +138,10 @@ class PromptEditor(Editor):
         self._place = None
         self.put(before)
 
-    def start_over(self, draft: str) -> None:
-        """Shows the draft of another conversation."""
+    def start_over(self, draft: str, pastes: Sequence[str]) -> None:
+        """Shows the draft of another conversation, its long `pastes` as labels."""
+        for pasted in pastes:
+            self.folds.add(pasted)
         self._asides.clear()
         self._place = None
         self.put(draft)

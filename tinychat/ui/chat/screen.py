@@ -26,7 +26,7 @@ from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Attachment, Turn
 from tinychat.chat.file_finder import Finder
 from tinychat.chat.find import find, version_with
-from tinychat.chat.history import History
+from tinychat.chat.history import Draft, History
 from tinychat.errors import TinychatError, printable
 from tinychat.tools.builtin import tools_of
 from tinychat.tools.folder import Folder
@@ -504,10 +504,11 @@ class ChatScreen(Screen[None]):
             return
         self._write_draft(self._draft_key)
         self.editing, self._drafting, self._draft_key, self._draft = None, c.id, c.id if c.turns else "", ""
+        pastes: tuple[str, ...] = ()
         if self.history is not None:
             with suppress(TinychatError):
-                self._draft = self.history.draft(self._draft_key)
-        self.prompt.start_over(self._draft)
+                self._draft, pastes = self.history.draft(self._draft_key)
+        self.prompt.start_over(self._draft, pastes)
 
     def _write_draft(self, key: str) -> None:
         texts = (*(turn.text for turn in self.controller.queue), self._edited(), self.prompt.draft)
@@ -516,8 +517,8 @@ class ChatScreen(Screen[None]):
             return
         with suppress(TinychatError):  # what is wrong with the history is said when a conversation is saved
             if key != self._draft_key:  # a new conversation has begun: its draft is its own now
-                self.history.set_draft(self._draft_key, "")
-            self.history.set_draft(key, text)
+                self.history.set_draft(self._draft_key, Draft())
+            self.history.set_draft(key, Draft(text, self.prompt.folds.within(text)))
             self._draft_key, self._draft = key, text
 
     async def action_stop(self) -> None:

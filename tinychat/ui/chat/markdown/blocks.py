@@ -21,16 +21,19 @@ STRUCTURE = MarkdownIt("gfm-like", {"html": False})  # blocks without what is in
 formulas(STRUCTURE)
 STRUCTURE.core.ruler.enableOnly(["normalize", "block"])
 LONG = 4000  # characters of a block from which on its end is looked for when it has grown by an eighth, not a line
-ROWS = 1000  # characters of rows that are done together
+ROWS, TEXT = 1000, 2000  # characters of rows, and of a paragraph, that are done together
+WORD = "x"  # in place of a paragraph before its further text
+_MARK = re.compile(r"[*_~`$\[\\<]")
 _SPACED = ("heading", "fence", "code_block", "table", "hr", "blockquote", "formula_block")
 
 
 class Block:
-    """One top-level block, one item of a top-level list, or further rows of the table before it, whose first two lines
-    are `head`: its source (with the blank lines after it) and syntax tree (of a part: with the head)."""
+    """One top-level block, one item of a top-level list, further rows of the table before it, whose first two lines are
+    `head`, or further text of the paragraph before it, of which the `head` WORD is: its source (with the blank lines
+    after it) and syntax tree (of a part: with the head)."""
 
     def __init__(self, source: str, references: dict[str, object] | None = None, head: str | None = None) -> None:
-        self.source, self.part = source, head is not None
+        self.source, self.part, self.joins = source, head is not None, head == WORD
         tokens = PARSER.parse((head or "") + source, {"references": dict(references or {})})
         self.nodes: Sequence[SyntaxTreeNode] = SyntaxTreeNode(tokens).children
         self.kind = self.nodes[0].type if self.nodes else ""
@@ -70,13 +73,14 @@ def starts(tokens: Sequence[Token]) -> list[int]:
 class Splitter:
     """`feed` text; `done` blocks never change again, `tail` is the rest of the source (its block may still change).
 
-    A block is done when a complete line starts another one after it; of a long table the rows so far are done, too.
+    A block is done when a complete line starts another one after it; of a long table the rows so far are done, too, and
+    of a long paragraph all but its end.
     """
 
     def __init__(self) -> None:
         self.done: list[Block] = []
         self.tail = ""
-        self._head: str | None = None  # of the table whose further rows the tail begins with
+        self._head: str | None = None  # of the table or paragraph whose further rows or text the tail begins with
         self._looked = 0  # characters of the tail that have no end of a block
 
     @property
@@ -86,33 +90,51 @@ class Splitter:
     @property
     def open_block(self) -> Block | None:
         """The block of the tail as it is now."""
-        return Block(self.tail, head=self._head) if self.tail.strip() else None
+        return Block(self.tail, head=self._head) if self.tail.strip() or self._head == WORD else None
 
     def feed(self, text: str) -> int:
         """Takes `text`; returns how many blocks became done."""
         self.tail += text
         before, complete = len(self.done), self.tail.rfind("\n") + 1
-        goes_on = LONG < complete < self._looked * 9 / 8
-        if "\n" not in text or goes_on or (self._head is None and in_open_fence(self.tail[:complete])):
+        if len(self.tail) - complete > TEXT:
+            complete = len(self.tail)  # a line that long is no mere beginning
+        elif "\n" not in text:
             return 0
-        self._split(complete)
+        goes_on = LONG < complete < self._looked * 9 / 8
+        if goes_on or (self._head is None and in_open_fence(self.tail[:complete])):
+            return 0
+        is_paragraph = self._split(complete)
+        if len(text) > TEXT:
+            self._looked = 0  # what comes at once may be all
+        elif is_paragraph:
+            self._shorten()
         return len(self.done) - before
 
-    def _split(self, complete: int) -> None:
-        """Makes done what is done of the first `complete` characters of the tail, which are whole lines."""
+    def _split(self, complete: int) -> bool:
+        """Makes done what is done of the first `complete` characters of the tail, which are whole lines; returns
+        whether the tail begins with a paragraph then."""
         lines = split_lines(self.tail[:complete])
-        above = split_lines(self._head or "")
-        tokens = STRUCTURE.parse("".join((*above, *lines)))
-        begins = [0, *(line - len(above) for line in starts(tokens)[1:])]
+        head = self._head or ""
+        tokens = STRUCTURE.parse(head + self.tail[:complete])
+        begins = [0, *(line - head.count("\n") for line in starts(tokens)[1:])]
         for first, end in pairwise(begins):
             if end > first:
                 self.done.append(Block("".join(lines[first:end]), head=self._head))
             self._head = None  # what follows is another block
         last = "".join(lines[begins[-1] :])
         self.tail, self._looked = last + self.tail[complete:], len(last)
-        if len(last) > ROWS and (head := _open_table(tokens, [*above, *lines])):
+        if len(last) > ROWS and last.endswith("\n") and (head := _open_table(tokens, split_lines(head) + lines)):
             self.done.append(Block(last, head=self._head))
             self.tail, self._looked, self._head = self.tail[len(last) :], 0, head
+        return bool(tokens) and tokens[-1].type == "paragraph_close"
+
+    def _shorten(self) -> None:
+        """Makes done all but the end of a paragraph. What marks text across a cut is not known as such before the end
+        of the whole text."""
+        while len(self.tail) > TEXT:
+            cut = _cut(self.tail)
+            self.done.append(Block(self.tail[:cut], head=self._head))
+            self.tail, self._looked, self._head = self.tail[cut:], 0, WORD
 
     def finish(self) -> int:
         """Makes everything done, exactly as one parse of the whole source splits it (but for parts of tables, which are
@@ -141,7 +163,8 @@ class Splitter:
         """Block number `first` with the parts behind it, if its source is `text`."""
         behind = (i for i in range(first + 1, len(self.done)) if not self.done[i].part)
         blocks = self.done[first : next(behind, len(self.done))]
-        return blocks if "".join(b.source for b in blocks) == text else []
+        whole = "".join(b.source for b in blocks) == text and not any(b.joins for b in blocks)
+        return blocks if whole else []
 
 
 def _open_table(tokens: Sequence[Token], lines: Sequence[str]) -> str:
@@ -150,6 +173,24 @@ def _open_table(tokens: Sequence[Token], lines: Sequence[str]) -> str:
     tables = [t.map for t in tokens if t.type == "table_open" and t.level == 0 and t.map]
     first, end = tables[-1] if tables else (0, 0)
     return "".join(lines[first : first + 2]) if tables and end == len(lines) else ""
+
+
+def _cut(text: str) -> int:
+    """Where a paragraph is divided: in front of a blank if there is one, where no mark, or few, lose their other
+    half."""
+    ends = range(TEXT, TEXT // 2, -TEXT // 8)
+    blanks = (max(text.rfind(" ", TEXT // 2, end), text.rfind("\n", TEXT // 2, end)) for end in ends)
+    found = list[tuple[int, int, int]]()
+    for place in (end if blank < 0 else blank for end, blank in zip(ends, blanks)):
+        if not (before := _marks_in_text(text[:place])):
+            return place
+        found.append((before + _marks_in_text(text[place : TEXT * 2]), before, place))
+    return min(found)[-1]
+
+
+def _marks_in_text(text: str) -> int:
+    tokens = PARSER.parseInline(text)[0].children or ()
+    return sum(len(_MARK.findall(t.content)) for t in tokens if t.type == "text")
 
 
 def in_open_fence(source: str) -> bool:

@@ -16,6 +16,8 @@ from tinychat.ui.chat.markdown.tables import Table
 from tinychat.ui.chat.markdown.text import Line, inline, wrapped
 
 BULLETS = "•◦▪"
+_LEADS = ("paragraph", "heading")  # between them and
+_FOLLOWS = ("paragraph", "bullet_list", "ordered_list")  # is no blank line that the model has not written
 LIVE_HIGHLIGHT = 3000  # characters: a longer open fence is coloured only when it closes
 LONGEST_COLOURED = 2000  # characters of a line of code: folding it takes the square of its coloured words
 
@@ -30,9 +32,12 @@ class Colours(HighlightTheme):
     }
 
 
-def lay_out(nodes: Sequence[SyntaxTreeNode], width: int, depth: int = 0, live: bool = False) -> list[Line]:
-    """The lines of sibling blocks. `live`: the last of them may still grow, so nothing costly is done for it."""
-    lines: list[Line] = []
+def lay_out(
+    nodes: Sequence[SyntaxTreeNode], width: int, depth: int = 0, live: bool = False, above: Sequence[Line] = ()
+) -> list[Line]:
+    """The lines of sibling blocks behind those of the one `above`. `live`: the last of them may still grow, so nothing
+    costly is done for it."""
+    lines = [*above]
     for node in nodes:
         block = _block(node, max(width, 4), depth, live)
         if lines and block and _apart(node):
@@ -43,7 +48,7 @@ def lay_out(nodes: Sequence[SyntaxTreeNode], width: int, depth: int = 0, live: b
 
 def _apart(node: SyntaxTreeNode) -> bool:
     previous = node.previous_sibling
-    if previous is None or previous.type != "paragraph" or node.type not in ("bullet_list", "ordered_list"):
+    if previous is None or previous.type not in _LEADS or node.type not in _FOLLOWS:
         return True
     return not (node.map and previous.map and previous.map[1] == node.map[0])
 

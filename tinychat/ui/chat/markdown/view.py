@@ -17,10 +17,10 @@ from textual.style import Style
 from textual.widget import Widget
 
 from tinychat.errors import printable
-from tinychat.ui.chat.markdown.blocks import Block, Splitter
+from tinychat.ui.chat.markdown.blocks import WORD, Block, Splitter
 from tinychat.ui.chat.markdown.layout import lay_out
 from tinychat.ui.chat.markdown.tables import Columns
-from tinychat.ui.chat.markdown.text import Line, wrapped
+from tinychat.ui.chat.markdown.text import Line, inline, wrapped
 
 BLANK = Line(Content(""))
 
@@ -75,6 +75,7 @@ class MarkdownView(Widget):
         self._splitter = Splitter()
         self._lines: list[Line] = []
         self._settled = 0  # lines that belong to done blocks
+        self._goes_on: Line | None = None  # behind them: the last one of a paragraph whose further text is not done
         self._laid_blocks = 0
         self._laid_width = 0
         self._table = 0, 0  # the last table among the done blocks: its first block, and line
@@ -135,15 +136,18 @@ class MarkdownView(Widget):
         if width != self._laid_width:
             self._painted.clear()
             self._lines, self._settled, self._laid_blocks, self._laid_width = [], 0, 0, width
+            self._goes_on = None
         if self.plain:
             self._lay_plain(width)
             return
-        del self._lines[self._settled :]
+        self._lines[self._settled :] = [self._goes_on] if self._goes_on else []
         done = self._splitter.done
         for i in range(self._laid_blocks, len(done)):
             self._add(i, done[i], live=False)
-        self._settled, self._laid_blocks = len(self._lines), len(done)
+        self._settled, self._laid_blocks, self._goes_on = len(self._lines), len(done), None
         if (block := self._splitter.open_block) is not None:
+            if block.joins:
+                self._settled, self._goes_on = self._settled - 1, self._lines[-1]
             self._add(len(done), block, live=True)
 
     def _add(self, i: int, block: Block, live: bool) -> None:
@@ -151,6 +155,12 @@ class MarkdownView(Widget):
         are laid out anew."""
         done, width = self._splitter.done, self._laid_width
         self._lines += [BLANK] * block.gap_before(done[i - 1] if i else None)
+        if block.joins:
+            begun = self._lines.pop()
+            joined = wrapped(begun.content + inline(block.nodes[0])[len(WORD) :], width)
+            above = [joined[0]._replace(joint=begun.joint), *joined[1:]]
+            self._lines += lay_out(block.nodes[1:], width, live=live, above=above)
+            return
         if block.table is None:
             self._lines += lay_out(block.nodes, width, live=live)
             return
@@ -172,8 +182,8 @@ class MarkdownView(Widget):
             self._columns = columns
         if block.part or not live:
             self._widths = widths
-        behind = lay_out(block.nodes[1:], width, live=live)  # what follows a live table, before it is done
-        self._lines += block.table.lines(width, columns) + [BLANK] * bool(behind) + behind
+        above = block.table.lines(width, columns)
+        self._lines += lay_out(block.nodes[1:], width, live=live, above=above)  # what follows before the table is done
 
     def _lay_plain(self, width: int) -> None:
         """Plain text: lines that are complete are done. `_pending` keeps [all done text, the open line]."""
