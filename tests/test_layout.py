@@ -45,6 +45,7 @@ ROOMS: dict[str, set[str]] = {
         "process",
     },
     "cli": {"commands", "chat", "process"},
+    "__main__": {"cli"},
 }
 
 

@@ -273,7 +273,8 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     if extra and argv[first] == "chat" and (text := args["text"]) and not text.startswith("-"):
         near = difflib.get_close_matches(text, group.choices, 1)
         meant = f"; did you mean {near[0]!r}?" if near else ""
-        chat.error(f"{printable(text)!r} is no command{meant} (unexpected: {printable(' '.join(extra))})")
+        if meant or not extra[0].startswith("-"):
+            chat.error(f"{printable(text)!r} is no command{meant} (unexpected: {printable(' '.join(extra))})")
     if extra:
         group.choices[argv[first]].error(f"unexpected: {printable(' '.join(extra))}")
     if argv[first] in ("chat", "run", "bench") and not args["server"]:

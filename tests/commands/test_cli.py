@@ -138,6 +138,7 @@ def test_an_unknown_command_gets_the_nearest_known_one(capsys: Captured) -> None
     for argv, line in (
         (["runn", "smollm2", "hi"], "'runn' is no command; did you mean 'run'?"),
         (["xyzzy", "smollm2"], "'xyzzy' is no command (unexpected: smollm2)"),
+        (["smollm2", "--context", "99"], "error: unexpected: --context 99"),
         (["info", "m", "more"], "unexpected: more"),
     ):
         with pytest.raises(SystemExit) as e:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-TINYCHAT = (sys.executable, "-m", "tinychat.cli")
+TINYCHAT = (sys.executable, "-m", "tinychat")
 
 
 class Terminal:

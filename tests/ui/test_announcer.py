@@ -96,15 +96,16 @@ def test_more_text_than_anybody_types_at_once_is_a_paste():
 
 
 def test_a_paste_in_pieces_is_one_and_a_key_is_not_waited_for(monkeypatch):
-    pieces = deque([b"first\r", b"second", b"\r", b"e", b"\r"])
+    pieces = deque([b"first\r", b"second", b"\r", b"e", b"\r", b"aaaaa", *[b"a"] * 40])
     waited = list[float]()
 
     def ready(fds: object, _: object, __: object, seconds: float) -> tuple[list[object]]:
         waited.append(seconds)
-        return ([fds] if len(pieces) > 2 else [],)  # the last two are typed later
+        return ([fds] if pieces[0] != b"e" else [],)  # which is typed later
 
     monkeypatch.setattr("tinychat.ui.driver.os.read", lambda *_: pieces.popleft())
     monkeypatch.setattr("tinychat.ui.driver.select.select", ready)
     read = partial(TerminalDriver._read, cast(TerminalDriver, SimpleNamespace(fileno=0)))
     assert read() == b"first\rsecond\r" and len(waited) == 3
     assert (read(), read()) == (b"e", b"\r") and len(waited) == 3
+    assert len(read()) == 14, "a key that is held is shown meanwhile"

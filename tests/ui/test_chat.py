@@ -759,7 +759,7 @@ async def test_a_draft_survives_commands_edits_and_mistyped_ones():
             await d.until(lambda: d.chat.prompt.text == f"/{name} ")
 
         await d.ask("question")
-        draft = "line\n" * 300 + "end"
+        draft = "line\n" * 60 + "end"
         await d.type(draft)
         await from_palette("rename")
         await d.pilot.press("escape")

@@ -252,11 +252,29 @@ def test_of_a_long_paragraph_only_the_end_is_read_and_laid_out_again(monkeypatch
             at_once._lay(30)
             assert view._lines[:-1] == at_once._lines[:-1]
     assert view._splitter.done[3].joins
+    joined = MarkdownView()  # in the middle of it
+    joined._splitter.feed(text[: 3 * TEXT])
+    joined._splitter.feed("a")
+    assert len(joined._splitter.tail) < 1.1 * TEXT
     at_once = MarkdownView(text)
     at_once._lay(30)
     view.finish()
     view._lay(30)
     assert view.source == text and view._lines == at_once._lines
+
+
+@pytest.mark.parametrize(
+    "pieces", [["[a]: b\n"] * 400 + ["more\n"] * 400, ["more\n" * 300, "more\n- " + "b" * TEXT, "b\n"]]
+)
+def test_what_stands_before_or_behind_a_long_paragraph_is_no_part_of_it(pieces):
+    view = MarkdownView()
+    view._laid_width = 30
+    for piece in pieces:
+        view._splitter.feed(piece)
+        view._lay(30)
+    at_once = MarkdownView("".join(pieces))
+    at_once._lay(30)
+    assert view._lines == at_once._lines
 
 
 def test_a_table_of_more_columns_than_the_screen_loses_none():
@@ -404,22 +422,22 @@ async def test_thousands_of_turns_cost_no_more_than_the_first():
         assert len(app.chat.query("*")) < 500
 
 
-@pytest.mark.parametrize("passes", range(1, 9))
-async def test_a_timer_that_is_cancelled_while_messages_go_does_not_break_the_exit(passes):
+async def test_a_timer_that_is_cancelled_while_messages_go_does_not_break_the_exit():
     """The app's timers are cancelled when it closes; the widgets that one of them removes must still end by
     themselves."""
     app = TinychatApp("scripted:1b", INFO.path, open_backend=scripted(Script()))
     async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: app.controller.ready)
         turns = tuple(Turn("user", f"q{i}") for i in range(30))
-        await app.chat.transcript.reset(Conversation(turns), 0, False)
-        tasks = [m._task for m in app.chat.transcript.messages()]
-        timer = asyncio.create_task(app.chat.transcript.reset(Conversation(), 0, False))
-        for _ in range(passes):
-            await asyncio.sleep(0)
-        timer.cancel()
-        await asyncio.wait(tasks)
-        assert len(tasks) == 30 and not any(t.cancelled() for t in tasks)
+        for passes in range(1, 9):
+            await app.chat.transcript.reset(Conversation(turns), 0, False)
+            tasks = [m._task for m in app.chat.transcript.messages()]
+            timer = asyncio.create_task(app.chat.transcript.reset(Conversation(), 0, False))
+            for _ in range(passes):
+                await asyncio.sleep(0)
+            timer.cancel()
+            await asyncio.wait([timer, *tasks])
+            assert len(tasks) == 30 and not any(t.cancelled() for t in tasks), passes
 
 
 async def test_dear_paints_come_less_often(monkeypatch):

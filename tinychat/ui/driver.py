@@ -37,6 +37,7 @@ KEY = 4  # bytes: the longest character
 LINES, BURST = 12, 100  # characters at once that nobody has typed if a line ends among them, and in one line
 LONGEST = 1 << 24  # bytes of a paste
 ON = 0.02  # seconds in which the next piece of a paste comes
+PIECES = 10  # of less than BURST bytes in all: a key that is held comes as quickly
 _NO_TEXT = re.compile(r"\x1b[\[O][0-9;?]*.|[^\n\t -~\x80-\U0010ffff]")  # arrows and the like, control characters
 
 
@@ -134,10 +135,16 @@ class TerminalDriver(LinuxDriver):
         alone and is not waited behind. Other input, the mouse's for example, may never pause."""
         if not (data := os.read(self.fileno, 4096)):
             raise OSError("end of file")
-        while KEY < len(data) < LONGEST and b"\x1b" not in data[-4096:] and select.select([self.fileno], [], [], ON)[0]:
+        pieces = 1
+        while (
+            KEY < len(data) < LONGEST
+            and (pieces < PIECES or len(data) >= BURST)
+            and b"\x1b" not in data[-4096:]
+            and select.select([self.fileno], [], [], ON)[0]
+        ):
             if not (piece := os.read(self.fileno, 4096)):
                 break
-            data += piece
+            data, pieces = data + piece, pieces + 1
         return data
 
     def _gone(self) -> None:

@@ -98,7 +98,7 @@ class Splitter:
         before, complete = len(self.done), self.tail.rfind("\n") + 1
         if len(self.tail) - complete > TEXT:
             complete = len(self.tail)  # a line that long is no mere beginning
-        elif "\n" not in text:
+        elif "\n" not in text and (self._looked or complete <= TEXT):
             return 0
         goes_on = LONG < complete < self._looked * 9 / 8
         if goes_on or (self._head is None and in_open_fence(self.tail[:complete])):
@@ -112,11 +112,12 @@ class Splitter:
 
     def _split(self, complete: int) -> bool:
         """Makes done what is done of the first `complete` characters of the tail, which are whole lines; returns
-        whether the tail begins with a paragraph then."""
+        whether the tail is a paragraph then."""
         lines = split_lines(self.tail[:complete])
         head = self._head or ""
         tokens = STRUCTURE.parse(head + self.tail[:complete])
-        begins = [0, *(line - head.count("\n") for line in starts(tokens)[1:])]
+        lines_above = head.count("\n")
+        begins = [0, *(line - lines_above for line in starts(tokens)[1:])]
         for first, end in pairwise(begins):
             if end > first:
                 self.done.append(Block("".join(lines[first:end]), head=self._head))
@@ -126,15 +127,16 @@ class Splitter:
         if len(last) > ROWS and last.endswith("\n") and (head := _open_table(tokens, split_lines(head) + lines)):
             self.done.append(Block(last, head=self._head))
             self.tail, self._looked, self._head = self.tail[len(last) :], 0, head
-        return bool(tokens) and tokens[-1].type == "paragraph_close"
+        begun = tokens[-3] if tokens and tokens[-1].type == "paragraph_close" else None
+        return begun is not None and begun.map is not None and begun.map[0] == begins[-1] + lines_above
 
     def _shorten(self) -> None:
-        """Makes done all but the end of a paragraph. What marks text across a cut is not known as such before the end
-        of the whole text."""
-        while len(self.tail) > TEXT:
+        """Makes done all but the end of a paragraph, of which the characters that were looked at are. What marks text
+        across a cut is not known as such before the end of the whole text."""
+        while self._looked > TEXT:
             cut = _cut(self.tail)
             self.done.append(Block(self.tail[:cut], head=self._head))
-            self.tail, self._looked, self._head = self.tail[cut:], 0, WORD
+            self.tail, self._looked, self._head = self.tail[cut:], self._looked - cut, WORD
 
     def finish(self) -> int:
         """Makes everything done, exactly as one parse of the whole source splits it (but for parts of tables, which are
