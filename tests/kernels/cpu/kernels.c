@@ -46,7 +46,7 @@ static void run(void) {
   for (int nc = 1; nc <= 16; nc = nc == 1 ? 4 : 2 * nc)
     for (int first = 0; first < 16; first += nc) {
       for (int i = 0; i < nc; i++) prepare(x + (size_t)(first + i) * n, cols, NULL, 1, q8, scales, f, nc, i);
-      product(type, packed, 1, &(X){q8, scales, f, cols}, nc, sums);
+      product(type, packed, 1, &(X){q8, scales, f, cols}, nc, 0, cols, sums);
       put(sums, 64 * (size_t)nc);
     }
   get(&rows, 4);

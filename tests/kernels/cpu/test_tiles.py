@@ -35,7 +35,7 @@ def assert_divided(parts: list[np.ndarray | None], prompt: np.ndarray, experts: 
 
 @pytest.mark.parametrize("quant", sorted({*MODEL_QUANTS, ROUTED}))
 def test_prompts_beside_vectors(quant: str, tmp_path: Path) -> None:
-    llama = replace(tiny.shape("llama", quant), ffn=768)  # three parts of a row, or two
+    llama = replace(tiny.shape("llama", quant), ffn=2304)  # two parts of a row, of five depths and three
     model = llama if quant != ROUTED else "deepseek2_glm"
     path, ids = tiny.write(tmp_path / "m.gguf", model, quant), IDS * 3
     n = len(ids)
@@ -47,7 +47,7 @@ def test_prompts_beside_vectors(quant: str, tmp_path: Path) -> None:
             with executor(path, flags=flags) as planes:
                 prompt = planes.forward(ids, 0, "all")
                 assert prompt is not None and ("tiles" in planes.device) == (flags == TILES)
-                assert 0 < relative(prompt, vectors) < 5e-4  # most of it is the cache's rounding
+                assert 0 < relative(prompt, vectors) < 6e-4  # most of it is the cache's rounding
                 ends = [0, 1, 6, 40, n]  # whole panels, narrow ones, one column
                 parts = [planes.forward(ids[a:b], a, "all") for a, b in pairwise(ends)]
                 assert_divided(parts, prompt, experts=quant == ROUTED)

@@ -31,7 +31,7 @@ static void expand_rows(const uint16_t *rows, int tiles, const HeadDims *d, cons
   for (int first = 0, n; first < all; first += n) {
     n = all - first < COLUMNS ? all - first : COLUMNS;
     X part = columns_from(x, (size_t)first);
-    product_in_planes(F16, (const uint8_t *)rows, (size_t)row * 32, tiles, &part, n, out, (size_t)n);
+    product_in_planes(F16, (const uint8_t *)rows, (size_t)row * 32, tiles, &part, n, 0, part.k, out, (size_t)n);
     for (int t = 0; t < tiles; t++)
       for (int c = 0; c < n; c += 16) {
         u16x16 raw[16];

@@ -93,7 +93,8 @@ INLINE f32v steps_of(f32v top) { return select_(top > splat(0), (float)LIMIT / t
    : T == Q5_0 || T == Q5_1 || T == Q5_K || T == MXFP4 || T == IQ3_S || T == IQ1_S || T == IQ1_M ? 3       \
    : T == Q6_K ? 2 : T == IQ2_XXS || T == IQ2_XS || T == IQ2_S || T == IQ3_XXS ? 1 : 0)
 
-// Unpacks n elements from number `from` on of a group with rows of k; `soon`: bytes to what is unpacked next.
+// Unpacks n elements from number `from` on of a group with rows of k; `soon`: bytes to what is unpacked next, which words ask for here and
+// tiles between products.
 typedef void (*Unpack)(const uint8_t *group, int k, int from, int n, Planes *to, ptrdiff_t soon);
 
 // Scales and minima of 32 elements; codes are centred, so that those of a type with a minimum have a sign.
@@ -126,7 +127,7 @@ typedef struct { f32v d, d2, m, m2; } Scales;
     f32v up = steps_of(top);                                                                                              \
     to->d = top * ((float)UNIT / LIMIT);                                                                                       \
     EACH_SUB(T, BLOCK, BYTES, CHUNK_, {                                                                                   \
-      for (int at = 0; at < PART; at += 64) __builtin_prefetch(a + soon + j * PART + at);                                 \
+      for (int at = 0; at < PART; at += 64) if (!TILES) __builtin_prefetch(a + soon + j * PART + at);                                 \
       const Scales *s = &scales[sub];                                                                                     \
       i16v d = in_halves(s->d * up), d2 = SPLIT ? in_halves(s->d2 * up) : d;                                              \
       i16v m = MIN ? in_halves(s->m * up) : d, m2 = MIN && SPLIT ? in_halves(s->m2 * up) : m;                             \
@@ -167,7 +168,7 @@ INLINE void largest_halves(const uint8_t *a, int n, uint8_t *largest) {
     f32v up = steps_of(top);                                                                                              \
     to->d = top * ((float)UNIT / LIMIT);                                                                                       \
     for (int i = 0; i < n; i += 4, a += 64 * VALUE) {                                                                     \
-      for (int at = 0; at < 64 * VALUE; at += 64) __builtin_prefetch(a + soon + at);                                      \
+      for (int at = 0; at < 64 * VALUE; at += 64) if (!TILES) __builtin_prefetch(a + soon + at);                                      \
       u32v q[4];                                                                                                          \
       for (int e = 0; e < 4; e++) q[e] = low_half(LOAD(a + 16 * VALUE * e), up);                                          \
       put(to, i / 4, (i16v)((q[0] & 0xffff) | q[2] << 16), (i16v)((q[1] & 0xffff) | q[3] << 16));                         \
@@ -178,6 +179,13 @@ FLOATING(FLOAT_UNPACK)
 
 #define UNPACK_OF(T, ...) [T] = T##_unpack,
 static const Unpack unpack_of[TYPES] = {QUANTISED(UNPACK_OF) FLOATING(UNPACK_OF)};
+
+// The place of what is unpacked behind elements k to k + DEPTH of the groups in front of number g: these elements of that one, or the first
+// one's next elements, or behind the last of both what a thread's next task begins with.
+INLINE size_t unpacked_next(size_t stride, int cols, int groups, int g, int k, int from, int to) {
+  if (g < groups) return g * stride + stride * k / cols;
+  return k + DEPTH < to ? stride * (k + DEPTH) / cols : groups * stride + stride * from / cols;
+}
 #endif
 
 #if TILES
@@ -205,11 +213,17 @@ INLINE void add_columns(Pending *p) {
   while (p->next < p->end) add_two_columns(p);
 }
 
+// Of what is unpacked next, two groups `stride` bytes apart, so many lines are asked for with each step of products, which memory would
+// wait for otherwise.
+typedef struct { const uint8_t *at; size_t stride; int lines; } Next;
+
 // The sums of two groups and a panel. Columns of what is pending are added while the tiles are under way. A sum is used again after
 // two or three other products, which is about the time that one takes.
-static void multiply_planes(const Planes w[2], const int8_t *x, int tiles, Pending *now, Pending *before) {
+static void multiply_planes(const Planes w[2], const int8_t *x, int tiles, Pending *now, Pending *before, Next *next) {
   tile_zero(0), tile_zero(1), tile_zero(2), tile_zero(3);
   for (int t = 0; t < tiles; t++, x += 2048) {
+    for (int i = 0; i < next->lines; i++, next->at += 64)
+      __builtin_prefetch(next->at, 0, 2), __builtin_prefetch(next->at + next->stride, 0, 2);
 #define DOT(SUM, X, W) tile_dot_s(SUM, X, W), add_two_columns(before);
     tile_stream(5, x + 1024, 64), tile_load(6, w[0].high + 16 * t, 64), tile_load(7, w[1].high + 16 * t, 64), tile_stream(4, x, 64);
     DOT(1, 5, 6) DOT(3, 5, 7) DOT(0, 4, 6)
@@ -222,26 +236,27 @@ static void multiply_planes(const Planes w[2], const int8_t *x, int tiles, Pendi
   tile_store(0, now->high[0], 64), tile_store(1, now->mixed[0], 64), tile_store(2, now->high[1], 64), tile_store(3, now->mixed[1], 64);
 }
 
-// Fills out[group * pitch + column] for `groups` groups of 16 rows, `stride` bytes apart, and n columns in planes. Two groups are
+// Fills out[group * pitch + column] for `groups` groups of 16 rows, `stride` bytes apart, and elements `from` (a multiple of DEPTH) to
+// `to` of n columns in planes. Two groups are
 // unpacked at a time (32 kB): they stay in the first-level cache, past which panels are loaded; the part of all panels that they are
 // multiplied with fits in the second, where it stays for all groups.
-static void product_in_planes(int type, const uint8_t *a, size_t stride, int groups, const X *x, int n, f32v *out, size_t pitch) {
+static void product_in_planes(int type, const uint8_t *a, size_t stride, int groups, const X *x, int n, int from, int to, f32v *out,
+                              size_t pitch) {
   Planes w[2];
   Pending sums[2] = {{.end = 0}, {.end = 0}}, *now = &sums[0], *before = &sums[1];
   int rows = n < 16 ? n : 16;
   for (size_t i = 0; i < groups * pitch; i++) out[i] = splat(0);
   tiles_begin(rows, rows, 64);
-  for (int k = 0; k < x->k; k += DEPTH) {
-    int depth = x->k - k < DEPTH ? x->k - k : DEPTH, tiles = (depth + 63) / 64;
+  for (int k = from; k < to; k += DEPTH) {
+    int depth = to - k < DEPTH ? to - k : DEPTH, tiles = (depth + 63) / 64;
     for (int g = 0; g < groups; g += 2) {
-      int two = g + 1 < groups;
-      // what is unpacked next: the groups behind these, or the first ones' next elements
-      ptrdiff_t soon = (ptrdiff_t)(g + 2 < groups ? 2 * stride : stride * DEPTH / x->k - g * stride);
-      for (int i = 0; i <= two; i++) unpack_of[type](a + (g + i) * stride, x->k, k, depth, &w[i], soon);
+      int two = g + 1 < groups, steps = (n + 15) / 16 * tiles, lines = (int)(stride * DEPTH / x->k / 64);
+      Next next = {a + unpacked_next(stride, x->k, groups, g + 2, k, from, to), stride, (lines + steps - 1) / steps};
+      for (int i = 0; i <= two; i++) unpack_of[type](a + (g + i) * stride, x->k, k, depth, &w[i], 0);
       tiles_written(w);
       for (int c = 0; c < n; c += 16) {
         X panel = columns_from(x, c);
-        multiply_planes(w, (const int8_t *)panel.f + 32 * (size_t)k, tiles, now, before);
+        multiply_planes(w, (const int8_t *)panel.f + 32 * (size_t)k, tiles, now, before, &next);
         add_columns(before);
         now->scales = (const float *)panel.scales + k / DEPTH * 16;
         for (int i = 0; i < 2; i++) now->out[i] = out + (g + i) * pitch + c, now->d[i] = w[i].d;
@@ -256,20 +271,20 @@ static void product_in_planes(int type, const uint8_t *a, size_t stride, int gro
 }
 #elif WORDS
 // Fills out[group * pitch + column] as above. TILE_GROUPS groups are unpacked at a time (35 kB), two or one of the last.
-static void product_in_planes(int type, const uint8_t *a, size_t stride, int groups, const X *x, int n, f32v *out, size_t pitch) {
+static void product_in_planes(int type, const uint8_t *a, size_t stride, int groups, const X *x, int n, int from, int to, f32v *out,
+                              size_t pitch) {
   Planes w[TILE_GROUPS];
-  for (int k = 0; k < x->k; k += DEPTH) {
-    int depth = x->k - k < DEPTH ? x->k - k : DEPTH;
+  for (int k = from; k < to; k += DEPTH) {
+    int depth = to - k < DEPTH ? to - k : DEPTH;
     for (int g = 0, many; g < groups; g += many) {
       many = tile_groups(groups - g);
       Tile tile = tiles_of_groups[many - 1];
-      // what is unpacked next: the groups behind these, or the first ones' next elements
-      ptrdiff_t soon = (ptrdiff_t)(g + many < groups ? many * stride : stride * DEPTH / x->k - g * stride);
+      ptrdiff_t soon = (ptrdiff_t)(unpacked_next(stride, x->k, groups, g + many, k, from, to) - g * stride - stride * k / x->k);
       for (int i = 0; i < many; i++) unpack_of[type](a + (g + i) * stride, x->k, k, depth, &w[i], soon);
       for (int c = 0; c < n; c += TILE_COLUMNS) {
         X panel = columns_from(x, c);
         const PanelScale *scales = (const PanelScale *)panel.scales + k / SCALED * TILE_COLUMNS;
-        tile(w, (const int16_t *)panel.f + TILE_COLUMNS * (size_t)k, scales, depth / 32, (Sums){out + g * pitch + c, pitch, 1, k > 0});
+        tile(w, (const int16_t *)panel.f + TILE_COLUMNS * (size_t)k, scales, depth / 32, (Sums){out + g * pitch + c, pitch, 1, k > from});
       }
     }
   }
@@ -281,11 +296,11 @@ static void product_in_planes(int type, const uint8_t *a, size_t stride, int gro
 // Columns of a product, filled up to whole panels.
 INLINE int pitch_of(int n) { return (n + 15) / 16 * 16; }
 
-// out[group * pitch_of(n) + column] = `groups` groups of 16 rows at `a` times n columns.
-static void product(int type, const uint8_t *a, int groups, const X *x, int n, f32v *out) {
+// out[group * pitch_of(n) + column] = `groups` groups of 16 rows at `a` times n columns; of columns in planes elements `from` to `to`.
+static void product(int type, const uint8_t *a, int groups, const X *x, int n, int from, int to, f32v *out) {
   size_t stride = group_bytes(type, x->k), pitch = (size_t)pitch_of(n);
   if (x->planes) {
-    product_in_planes(type, a, stride, groups, x, n, out, pitch);
+    product_in_planes(type, a, stride, groups, x, n, from, to, out, pitch);
     return;
   }
   for (int g = 0; g < groups; g++)

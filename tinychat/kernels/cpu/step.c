@@ -98,7 +98,7 @@ typedef struct { int op, stage, ops; } Phase;  // ops: of one token, run togethe
 // `per` of them are a unit, that tasks of later segments wait for.
 typedef struct {
   int first, op, per, unit;  // the first task; the number of the first unit
-  int slot;                  // of experts_up and experts_down with one token: which of its experts, top_k: the shared one; of attention: heads
+  int slot;                  // of linear: the part; of experts_up and experts_down with one token: which of its experts, top_k: the shared one; of attention: heads
 } Segment;                   // of a task; of absorb ALONE: the cache's row
 enum { ALONE = -1 };
 typedef struct { _Alignas(64) atomic_int count; _Atomic uint64_t done; } Count;  // of a unit: tasks that have ended; the last phase in which all have
@@ -254,23 +254,28 @@ INLINE int together(const Ctx *c) { return c->tokens > 1 ? LEAST : 1; }
 
 INLINE f32v silu(f32v x) { return x / (exp_(-x) + 1.0f); }
 
-// dst (+)= scale * (matrix @ x (+ bias)) for groups first..last-1 of 16 rows and all columns of x; out: the thread's sums.
-static void multiply(f32v *out, const Matrix *w, int matrix, int first, int last, const Scratch *x, int tokens, float *dst, int stride,
-                     const float *bias, float scale, int add) {
+// dst (+)= scale * (matrix @ x (+ bias)) for groups first..last-1 of 16 rows and all columns of x, of columns in planes elements `from`
+// to `to`; out: the thread's sums.
+static void multiply_part(f32v *out, const Matrix *w, int matrix, int first, int last, const Scratch *x, int tokens, int from, int to,
+                          float *dst, int stride, const float *bias, float scale, int add) {
   for (int t = 0; t < tokens; t += COLUMNS)
     for (int g = first; g < last; g += GROUPS) {
       int columns = MIN_(COLUMNS, tokens - t), groups = MIN_(GROUPS, last - g);
       X p = columns_of(x, t, w->cols);
-      product(w->type, rows16(w, matrix, g), groups, &p, columns, out);
+      product(w->type, rows16(w, matrix, g), groups, &p, columns, from, to, out);
       for (int i = 0; i < groups; i++)
         for (int c = 0; c < columns; c++) {
           int row = 16 * (g + i), n = w->rows - row;
-          float *to = dst + (size_t)(t + c) * stride + row;
-          f32v y = out[i * pitch_of(columns) + c];
-          if (bias) y += fetch(bias + row, n);
-          store(to, add ? fma_(y, splat(scale), fetch(to, n)) : y * scale, n);
+          float *y = dst + (size_t)(t + c) * stride + row;
+          f32v sum = out[i * pitch_of(columns) + c];
+          if (bias) sum += fetch(bias + row, n);
+          store(y, add ? fma_(sum, splat(scale), fetch(y, n)) : sum * scale, n);
         }
     }
+}
+static void multiply(f32v *out, const Matrix *w, int matrix, int first, int last, const Scratch *x, int tokens, float *dst, int stride,
+                     const float *bias, float scale, int add) {
+  multiply_part(out, w, matrix, first, last, x, tokens, 0, w->cols, dst, stride, bias, scale, add);
 }
 
 // ops.Gated: f(g, u).
@@ -300,8 +305,8 @@ static void multiply_gated(f32v *a, const Matrix *gate, const Matrix *up, int ma
     for (int g = first; g < last; g += GROUPS) {
       int columns = MIN_(COLUMNS, tokens - t), groups = MIN_(GROUPS, last - g);
       X p = columns_of(x, t, gate->cols);
-      product(gate->type, rows16(gate, matrix, g), groups, &p, columns, a);
-      product(up->type, rows16(up, matrix, g), groups, &p, columns, b);
+      product(gate->type, rows16(gate, matrix, g), groups, &p, columns, 0, gate->cols, a);
+      product(up->type, rows16(up, matrix, g), groups, &p, columns, 0, up->cols, b);
       for (int i = 0; i < groups; i++)
         for (int c = 0; c < columns; c++) {
           int row = 16 * (g + i), n = gate->rows - row, at = i * pitch_of(columns) + c;
@@ -316,9 +321,9 @@ static float *row(Ctx *c, int buffer, int token) { return c->buffers[buffer] + (
 
 // ---- ops -------------------------------------------------------------------------------------------------------------
 
-// Tasks per thread and stage, where the number of tasks is free, of several tokens and of one. One token's tasks are limited by
-// memory, which serves 16 threads so unevenly that with 4 tasks each they wait for 12 to 15 % of a step, with 16 for 3 to 8 %.
-enum { SPLIT = 8, SPLIT_ONE = 16, SPLIT_HEAD = 64 };  // SPLIT_HEAD: of one token and the output matrix, of which all are large
+// Tasks per thread and stage, where the number of tasks is free. One token's tasks are limited by memory, which serves 16 threads so
+// unevenly that with 4 tasks each they wait for 12 to 15 % of a step, with 16 for 3 to 8 %; several tokens' by cores that others use too.
+enum { SPLIT = 16, SPLIT_HEAD = 64 };  // SPLIT_HEAD: of one token and the output matrix, of which all are large
 // Of one token and matrices of heads; of one of its experts, whose tasks have so many bytes at least.
 enum { SPLIT_HEADS = 6, SPLIT_EXPERT = 4, LEAST_BYTES = 24 << 10 };
 
@@ -375,18 +380,25 @@ static void gate_input(Ctx *c, const Op *op, Part me) {
   }
 }
 
+// Of a long row of a prompt only so many elements are multiplied, with all rows, before the next ones: those of 256 tokens stay in a core's
+// second-level cache, and tasks are short.
+enum { PART = 2048 };
+INLINE int parts_of(const Ctx *c, const Op *op) { return in_planes(&c->shared, op->w[0].cols) ? (op->w[0].cols + PART - 1) / PART : 1; }
+
 static void linear(Ctx *c, const Op *op, Part me) {
-  const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, op->matrices));
+  int cols = op->w[0].cols, one = c->tokens == 1, part = one ? 0 : me.of->slot, end = one ? parts_of(c, op) : part + 1;
+  const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], cols, op->norm, needs(op->w, op->matrices));
   if (!x) return;
   double total = 0, before = 0;
-  for (int i = 0; i < op->matrices; i++) total += (double)groups16(&op->w[i]) * group_bytes(op->w[i].type, op->w[i].cols);
+  for (int i = 0; i < op->matrices; i++) total += (double)groups16(&op->w[i]) * group_bytes(op->w[i].type, cols);
   for (int i = 0; i < op->matrices; i++) {
     const Matrix *w = &op->w[i];
-    double bytes = group_bytes(w->type, w->cols);
+    double bytes = group_bytes(w->type, cols);
     int first, last;
     share(me, total, before, bytes, groups16(w), together(c), &first, &last);
-    multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, row(c, op->dst[i], 0) + op->at[i], c->widths[op->dst[i]],
-             op->bias[i], op->scale, op->add);
+    for (int p = part; p < end; p++)
+      multiply_part(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, p * PART, MIN_((p + 1) * PART, cols),
+                    row(c, op->dst[i], 0) + op->at[i], c->widths[op->dst[i]], p ? NULL : op->bias[i], op->scale, op->add || p);
     before += groups16(w) * bytes;
   }
 }
@@ -1061,11 +1073,8 @@ static void list_experts(Ctx *c, const Op *op) {
     if (c->chosen[e]) c->chosen[c->n_chosen++] = e;
 }
 
-// Into how many parts the rows of each of them are divided, so that threads which end first find something to take: few tokens are
-// limited by memory as one is.
-static int expert_parts(const Ctx *c) {
-  return ((c->tokens <= STEP ? SPLIT_ONE : SPLIT) * c->pool.threads + c->n_chosen - 1) / c->n_chosen;
-}
+// Into how many parts the rows of each of them are divided, so that threads which end first find something to take.
+static int expert_parts(const Ctx *c) { return (SPLIT * c->pool.threads + c->n_chosen - 1) / c->n_chosen; }
 
 // Tokens that are multiplied with an expert at a time, where columns have k values: its weights are unpacked once for all of them.
 enum { EXPERT_COLUMNS = 64 };
@@ -1288,7 +1297,7 @@ static int units_of(const Op *op) {
 }
 
 static int stage_tasks(const Ctx *c, const Op *op, int stage) {
-  int some = (c->tokens > 1 ? SPLIT : op->tag == HEAD ? SPLIT_HEAD : SPLIT_ONE) * c->pool.threads, per;
+  int some = (c->tokens == 1 && op->tag == HEAD ? SPLIT_HEAD : SPLIT) * c->pool.threads, per;
   if (op->tag == HEAD && !c->logits_mode) return 0;
   if (op->tag == CONVOLVE) return 2 * op->kv_heads + op->heads;
   if (op->tag == DELTA) return op->heads;
@@ -1375,7 +1384,8 @@ static void lay_out(Ctx *c, Phase p) {
       per = shares(units_of(op) / heads / (makes(c, op) ? 2 : 1), SPLIT_HEADS * threads / heads);
       new_segment(c, op, 0, per, per * heads);
     } else {
-      new_segment(c, op, 0, 0, stage_tasks(c, op, p.stage));
+      int parts = op->tag == LINEAR && p.stage == 1 ? parts_of(c, op) : 1;
+      for (int i = 0; i < parts; i++) new_segment(c, op, i, parts > 1, stage_tasks(c, op, p.stage));
     }
   }
 }
@@ -1389,13 +1399,14 @@ INLINE const Segment *segment_of(const Ctx *c, int task, int *place) {
 
 INLINE int is_done(const Ctx *c, int unit) { return atomic_load_explicit(&c->units[unit].done, memory_order_acquire) == c->phase; }
 
-// See together_with.
+// See together_with; of a prompt, a part of rows is added to the one before (parts_of).
 static int task_ready(void *arg, int phase, int task) {
   const Ctx *c = arg;
-  if (phase == c->n_phases || c->phases[phase].ops == 1) return 1;
+  if (phase == c->n_phases || (c->phases[phase].ops == 1 && c->tokens == 1) || c->cut) return 1;
   int place;
   const Segment *s = segment_of(c, task, &place), *before = s - 1;
   const Op *op = &c->ops[s->op];
+  if (c->tokens > 1) return s->slot == 0 || !s->per || is_done(c, before->unit + place);
   switch (op->tag) {
     case ABSORB: return before < c->segments || before->slot == ALONE || is_done(c, before->unit + place / s->per);
     case LATENT_ATTENTION:
@@ -1658,8 +1669,8 @@ EXPORT int tc_prepare(Ctx *c) {
   }
   size_t chunks = ((size_t)c->max_context + 15) / 16 * 16 / CHUNK + 1, vectors = MAX_(tiles_allowed || WORDS ? MOST : QUERIES, heads) + 16;
   c->phases = piece(c, (5 + 2 * heads) * (size_t)c->n_ops, sizeof(Phase));
-  c->segments = piece(c, 2 * (size_t)top + 5, sizeof(Segment));
-  size_t units = 3 * heads + (size_t)top + 3 + (size_t)dim / 16 + 1;
+  size_t parts = widest / PART + 1, units = MAX_(3 * heads + (size_t)top + 3 + (size_t)dim / 16 + 1, parts * SPLIT * (size_t)n);
+  c->segments = piece(c, MAX_(2 * (size_t)top + 5, parts + 1), sizeof(Segment));
   c->units = piece(c, units, sizeof(Count));
   if (c->units) memset(c->units, 0, units * sizeof(Count));
   c->scratch = piece(c, n, sizeof(Scratch));
