@@ -407,7 +407,3 @@ def _parameter(name: str) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(e)) from None
 
     return convert
-
-
-if __name__ == "__main__":
-    sys.exit(main())
