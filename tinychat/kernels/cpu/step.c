@@ -122,7 +122,7 @@ typedef struct {
   Scratch shared;    // of a batch
   Scratch made;      // of one token: results of an op, as the next one's input
   uint8_t *makes;    // [n_ops]: whether an op makes that
-  int32_t *route_ids, *chosen;  // chosen: experts of a batch, n_chosen of them
+  int32_t *route_ids, *chosen;  // chosen: experts of a batch, n_chosen of them, and how many tokens chose each of all
   int n_chosen;
   float *route_weights, *router_logits;
   float *pair_out;   // (batch * top_k, dim): outputs of experts before they are summed
@@ -1022,7 +1022,7 @@ static void route_half(Ctx *c, const Matrix *w, const float *x, int group, int h
   const uint8_t *a = rows16(w, 0, group);
   f32v sum = splat(0);
   for (int k = half; k < w->cols; k += 2) {
-    __builtin_prefetch(a + 64 * (size_t)k + AHEAD);
+    prefetch(a + 64 * (size_t)k, 64);
     sum = fma_(load_F32(a + 64 * (size_t)k), splat(x[k]), sum);
   }
   stf(c->router_logits + 16 * (half * groups16(w) + group), sum);
@@ -1064,13 +1064,17 @@ static int pairs_of(const Ctx *c, const Op *op, int e, int32_t *pairs) {
   return n;
 }
 
-// Lists the experts that the tokens of a batch chose.
+// Lists the experts that the tokens of a batch chose, for each thread those of the most tokens first, since the last ones are waited for.
 static void list_experts(Ctx *c, const Op *op) {
-  memset(c->chosen, 0, sizeof(int32_t) * (size_t)op->w[0].groups);
-  for (int i = 0; i < c->tokens * op->top_k; i++) c->chosen[c->route_ids[i]] = 1;
+  int n = op->w[0].groups, most = 0, rank = 0;
+  int32_t *tokens = c->chosen + n;
+  memset(tokens, 0, sizeof(int32_t) * (size_t)n);
+  for (int i = 0; i < c->tokens * op->top_k; i++) tokens[c->route_ids[i]]++;
   c->n_chosen = 0;
-  for (int e = 0; e < op->w[0].groups; e++)
-    if (c->chosen[e]) c->chosen[c->n_chosen++] = e;
+  for (int e = 0; e < n; e++) c->n_chosen += tokens[e] > 0, most = MAX_(most, tokens[e]);
+  for (; most > 0; most--)
+    for (int e = 0; e < n; e++)
+      if (tokens[e] == most) c->chosen[place_of(rank++, c->n_chosen, c->pool.threads)] = e;
 }
 
 // Into how many parts the rows of each of them are divided, so that threads which end first find something to take.
@@ -1320,11 +1324,11 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
 }
 
 // Whether columns are in planes, for tiles or as words: in prompts. Decode steps get the same bits for one token and for several, so
-// that drafts can be verified. Experts that fewer than FEW tokens choose on the average do without, as unpacking them would take the
-// most time; without tiles so do the output matrix, which mostly has one token, and attention.
-enum { FEW = 12 };
+// that drafts can be verified. Experts that few tokens choose on the average do without, as unpacking them would take the most
+// time; without tiles so do the output matrix, which mostly has one token, and attention.
+enum { FEW = 12, FEW_FOR_TILES = 6 };
 static void choose_form(Ctx *c, const Op *op) {
-  int few = (op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN) && c->tokens * op->top_k < FEW * op->w[0].groups;
+  int few = (op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN) && c->tokens * op->top_k < (tiles_allowed ? FEW_FOR_TILES : FEW) * op->w[0].groups;
   few |= !tiles_allowed && (op->tag == HEAD || ((op->tag == ATTENTION || op->tag == LATENT_ATTENTION) && op->key_dim % 32));
   int planes = (tiles_allowed || WORDS) && !c->sampled && !c->mtp && !few;
   if (planes == c->shared.planes) return;
@@ -1711,7 +1715,7 @@ EXPORT int tc_prepare(Ctx *c) {
   c->router_logits = piece(c, c->batch + 1, 4 * (size_t)(routed + 16));
   c->route_ids = piece(c, c->batch, 4 * (size_t)top);
   c->route_weights = piece(c, c->batch, 4 * (size_t)top);
-  c->chosen = piece(c, (size_t)routed, 4);
+  c->chosen = piece(c, 2 * (size_t)routed, 4);
   c->pair_out = routed ? piece(c, (size_t)c->batch * top + 1, 4 * (size_t)dim) : NULL;
   c->logits = piece(c, STEP * (size_t)c->vocab + 16, 4);
   c->work = piece(c, (size_t)c->vocab * 2 + (size_t)spans_of(c) + 32, 4);
