@@ -25,6 +25,7 @@ import numpy as np
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
+from tinychat.errors import TinychatError
 from tinychat.kernels.cpu.bandwidth import read_bandwidth
 from tinychat.kernels.cpu.executor import CPUExecutor, default_threads
 from tinychat.kernels.sampling import GREEDY
@@ -36,16 +37,18 @@ OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *QUIET, *(f"-D{name
 
 
 def built(peer: Path) -> Path:
-    """llama-bench of `peer`. Raises CalledProcessError where it does not build."""
+    """llama-bench of `peer`. Raises SystemExit where it does not build."""
     if peer.is_file():
         return peer
     build = peer / "build-bench"
-    subprocess.run(["cmake", "-S", peer, "-B", build, *OPTIONS], check=True, stdout=subprocess.DEVNULL)
-    subprocess.run(
-        ["cmake", "--build", build, "--target", "llama-bench", "-j", str(os.cpu_count())],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    configure = ["cmake", "-S", str(peer), "-B", str(build), *OPTIONS]
+    for command in configure, ["cmake", "--build", str(build), "--target", "llama-bench", "-j", str(os.cpu_count())]:
+        try:
+            status = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
+        except FileNotFoundError:
+            raise SystemExit("cmake is not there: install it (pip install cmake), or name a llama-bench") from None
+        if status:
+            raise SystemExit(f"{peer} does not build (status {status} of {' '.join(command)}): cmake says why above")
     return build / "bin" / "llama-bench"
 
 
@@ -79,10 +82,12 @@ def ours(
 
 
 def theirs(command: list[str], prompts: list[int], generate: int, depth: int) -> tuple[float, ...]:
-    """The same of one run of llama-bench."""
+    """The same of one run of llama-bench. Raises SystemExit where it fails."""
 
     def speeds(*shape: object) -> dict[int, float]:  # tok/s by tokens of the prompt, 0: decode
-        done = subprocess.run([*command, *map(str, shape)], capture_output=True, text=True, check=True)
+        done = subprocess.run([*command, *map(str, shape)], capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}: {done.stderr[-300:].strip()}")
         rows = json.loads(done.stdout[done.stdout.index("[") :])  # words may stand before them
         return {r["n_prompt"]: r["avg_ts"] for r in rows}
 
@@ -133,4 +138,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except TinychatError as e:
+        raise SystemExit(str(e)) from None
