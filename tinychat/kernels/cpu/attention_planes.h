@@ -13,7 +13,7 @@ enum { KEY_TILES = CHUNK / 16 };
 static f32v largest_in_tile(const uint16_t *tile, int dims) {
   f32v top[4] = {splat(0x1p-40f), splat(0), splat(0), splat(0)};  // a single chain would wait for each maximum
   int d = 0;
-  for (; d + 4 <= dims; d += 4, prefetch((const uint8_t *)(tile + 16 * d), 128))
+  for (; d + 4 <= dims; d += 4, prefetch_once((const uint8_t *)(tile + 16 * d), 128))
     for (int j = 0; j < 4; j++) top[j] = max_(top[j], abs_(from_f16(ld16(tile + 16 * (d + j)))));
   for (; d < dims; d++) top[0] = max_(top[0], abs_(from_f16(ld16(tile + 16 * d))));
   return max_(max_(top[0], top[1]), max_(top[2], top[3]));
@@ -36,7 +36,7 @@ static f32v largest_values(const Cache *cache, int t) {
     const uint16_t *v = cache->v + ((size_t)t * 16 + r) * cache->v_dim;
     f32v most = splat(0);
     int d = 0;
-    prefetch((const uint8_t *)v, 2 * cache->v_dim);
+    prefetch_once((const uint8_t *)v, 2 * cache->v_dim);
     for (; d + 16 <= cache->v_dim; d += 16) most = max_(most, abs_(from_f16(ld16(v + d))));
     if (d < cache->v_dim) {
       i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

@@ -302,18 +302,19 @@ INLINE void set_table(uint16_t *table, const uint16_t *from, int n) { memcpy(tab
 // Asks for what lies FAR ahead of `part` bytes that are about to be read: in small parts, since a burst of requests stalls. Prefetchers
 // of the hardware follow the K-quants' stream badly (a Zen 5 core: 16 of 37 GB/s), where the nibbles of a vector are used twice. Cores of
 // Sapphire Rapids, told by their FP16 arithmetic, have more lines under way where these are first asked into the second-level cache: a
-// decode step takes 5 to 15 % less; one of a Zen 5 takes 8 % more.
+// decode step takes 5 to 15 % less; one of a Zen 5 takes 8 % more, and prompts, which unpack what they read, gain nothing.
 enum { FAR = 8192, NEAR = 2048 };
 #if defined(__AVX512FP16__)
 enum { TWICE = 1 };
 #else
 enum { TWICE = 0 };
 #endif
+INLINE void prefetch_once(const uint8_t *p, int part) {
+  for (int i = 0; i < part; i += 64) __builtin_prefetch(p + FAR + i);
+}
 INLINE void prefetch(const uint8_t *p, int part) {
-  for (int i = 0; i < part; i += 64) {
-    __builtin_prefetch(p + FAR + i, 0, TWICE ? 2 : 3);
-    if (TWICE) __builtin_prefetch(p + NEAR + i);
-  }
+  for (int i = 0; i < part && TWICE; i += 64) __builtin_prefetch(p + FAR + i, 0, 2), __builtin_prefetch(p + NEAR + i);
+  if (!TWICE) prefetch_once(p, part);
 }
 
 // e^x, relative error below 2e-7; 0 below -87.3 (polynomial of Cephes' expf).
