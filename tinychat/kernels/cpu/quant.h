@@ -120,8 +120,8 @@ static void rearrange(uint8_t *start, int type, Field f) {
     for (int i = 0; i < words; i++) word[i] ^= 0x80808080;
 }
 
-// Interleaves one field of 16 blocks; a missing row (src NULL) is zeros. `whole`: 16 bytes may be read of a field of bytes.
-static uint8_t *pack_field(uint8_t *dst, const uint8_t *const src[16], size_t at, Field f, int type, int whole) {
+// Interleaves one field of 16 blocks; a missing row (src NULL) is zeros.
+static uint8_t *pack_field(uint8_t *dst, const uint8_t *const src[16], size_t at, Field f, int type) {
   static const uint8_t zeros[256];
   const uint8_t *from[16];
   uint8_t *start = dst;
@@ -135,7 +135,7 @@ static uint8_t *pack_field(uint8_t *dst, const uint8_t *const src[16], size_t at
     rearrange(start, type, f);
   } else if (f.granule == 2) {
     for (int r = 0; r < 16; r++, dst += 2) memcpy(dst, from[r], 2);
-  } else if (whole) {
+  } else if (f.length > 8 && f.offset + 16 <= layouts[type].bytes) {  // 16 bytes of a row are read
     interleave_bytes(dst, from, f.length);
     dst += 16 * f.length;
   } else {
@@ -151,10 +151,10 @@ static void pack_group(uint8_t *dst, const uint8_t *const src[16], int type, int
   for (int first = 0, blocks = cols / l->block; first < blocks; first += l->chunk) {
     int last = first + l->chunk < blocks ? first + l->chunk : blocks;
     for (int k = first; k < last; k++)
-      for (int f = 0; f < 2 && l->b[f].length; f++) dst = pack_field(dst, src, (size_t)k * l->bytes, l->b[f], type, 0);
+      for (int f = 0; f < 2 && l->b[f].length; f++) dst = pack_field(dst, src, (size_t)k * l->bytes, l->b[f], type);
     dst += -(uintptr_t)dst & (l->block > 1 ? 63 : 0);
     for (int k = first; k < last; k++)
-      for (int f = 0; f < 5 && l->a[f].length; f++) dst = pack_field(dst, src, (size_t)k * l->bytes, l->a[f], type, l->a[f].length > 8 && l->a[f].offset + 16 <= l->bytes);
+      for (int f = 0; f < 5 && l->a[f].length; f++) dst = pack_field(dst, src, (size_t)k * l->bytes, l->a[f], type);
   }
 }
 
@@ -591,7 +591,7 @@ typedef void (*Kernel)(const uint8_t *a, const X *x, f32v *out);
           IN_ORDER                                                                                                              \
           MULTIPLY_32(OFFSET, MIN, SPLIT, SIGN, Q6, DECODE, NC)                                                                 \
         }                                                                                                                       \
-      else _Pragma(UNROLL) for (int i = 0; i < BLOCK / 32; i++) { MULTIPLY_32(OFFSET, MIN, SPLIT, SIGN, Q6, DECODE, NC) }    \
+      else _Pragma(UNROLL) for (int i = 0; i < BLOCK / 32; i++) { MULTIPLY_32(OFFSET, MIN, SPLIT, SIGN, Q6, DECODE, NC) }       \
   }                                                                                                                             \
   if (PAIRS && NC > 1) unpair(acc, NC);                                                                                         \
   for (int c = 0; c < NC; c++) out[c] = acc[c];

@@ -313,8 +313,11 @@ INLINE void prefetch_once(const uint8_t *p, int part) {
   for (int i = 0; i < part; i += 64) __builtin_prefetch(p + FAR + i);
 }
 INLINE void prefetch(const uint8_t *p, int part) {
-  for (int i = 0; i < part && TWICE; i += 64) __builtin_prefetch(p + FAR + i, 0, 2), __builtin_prefetch(p + NEAR + i);
-  if (!TWICE) prefetch_once(p, part);
+  if (!TWICE) {
+    prefetch_once(p, part);
+    return;
+  }
+  for (int i = 0; i < part; i += 64) __builtin_prefetch(p + FAR + i, 0, 2), __builtin_prefetch(p + NEAR + i);
 }
 
 // e^x, relative error below 2e-7; 0 below -87.3 (polynomial of Cephes' expf).
