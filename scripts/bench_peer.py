@@ -71,11 +71,10 @@ def ours(
                 speeds.append(prompt / (time.perf_counter() - start))
             if depth:
                 executor.forward(ids[:depth], 0)
-            steps = executor.decode(ids[0], depth, GREEDY, [])
-            next(steps)
+            next(executor.decode(ids[depth], depth, GREEDY, []))
             start = time.perf_counter()
-            for _ in zip(range(generate), steps, strict=False):
-                pass
+            for pos in range(depth + 1, depth + 1 + generate):  # random tokens, as llama-bench takes them
+                next(executor.decode(ids[pos], pos, GREEDY, []))
             yield *speeds, generate / (time.perf_counter() - start)
     finally:
         executor.close()
